@@ -18,8 +18,11 @@ _COPIES = 32  # of such numbers in float64 that a step's gradient keeps, at most
 _BETAS = 0.9, 0.99
 
 
+Gradient = Callable[[int, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]  # (step, values) -> (value, gradient)
+
+
 class UnitSteps(NamedTuple):
-    """Hold what a unit does in a round; see the arguments of `fedmgp` of these names."""
+    """Settings of a unit's round; see the arguments of `fedmgp` of these names."""
 
     steps: int
     lr: float
@@ -51,9 +54,20 @@ class UnitSteps(NamedTuple):
             if size is not None:
                 turn.takes(count.clamp(max=size), count)
 
+    def ascend(
+        self, gradient: Gradient, values: dict[str, Tensor], moments: AdamMoments, active: Tensor
+    ) -> tuple[dict[str, Tensor], AdamMoments, Tensor | None]:
+        """Take the steps of Adam uphill; return the values, the moments and the sum of what was climbed, `(K,)`."""
+        total: Tensor | None = None
+        for step in range(self.steps):
+            value, slope = gradient(step, values)
+            values, moments = adam(values, slope, moments, self.lr, active)
+            total = value if total is None else total + value
+        return values, moments, total
+
 
 class AdamMoments(NamedTuple):
-    """Hold what `adam` keeps; leaves `(K, ...)` or of one value."""
+    """State of `adam`; leaves `(K, ...)` or of one value."""
 
     first: Tree
     second: Tree
@@ -90,6 +104,13 @@ def some_rows(rows: Tree, mask: Tensor, size: int | None, key: Tensor) -> tuple[
         rows,
     )
     return taken, mask.gather(1, chosen), count.to(mask.dtype) / count.clamp(min=1, max=size)
+
+
+def row_draws(data: Any, key: Tensor) -> Callable[[int | None, int], tuple[Tree, Tensor, Tensor]]:
+    """Return (size, number) -> `some_rows` of units' (x, y, the other fields), by the key of this number."""
+    x, y, *extra = data.batch
+    mask = data.mask.to(y.dtype)
+    return lambda size, number: some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
 
 def adam(

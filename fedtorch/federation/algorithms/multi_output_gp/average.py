@@ -1,4 +1,4 @@
-"""Algorithm 2 of the source: averages of what units have found."""
+"""Algorithm 2 of the source: averages of the units' local optima."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
-from fedtorch.federation.algorithms.multi_output_gp._steps import (
-    AdamMoments,
-    UnitSteps,
-    adam,
-    in_parts,
-    no_moments,
-    some_rows,
-)
+from fedtorch.federation.algorithms.multi_output_gp._steps import AdamMoments, UnitSteps, no_moments, row_draws
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.solvers.prediction import Rowwise
@@ -30,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Unit(NamedTuple):
-    """Hold what a unit keeps between rounds; leaves `(K, ...)`."""
+    """A unit's state between rounds; leaves `(K, ...)`."""
 
     moments: AdamMoments
     scales: dict[str, Tensor]  # its hyperparameters that are not trained
@@ -99,31 +92,27 @@ def _solve(
     units: int,
 ) -> Local:  # fmt: skip
     """Take Adam steps on the units' risks, some units at a time."""
-    part = partial(_part, gp=gp.at(data.mask), work=work, units=units)
-    work.note(turn, data.count)
-    return gp.at_first_go(
-        in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
-    )
+    return gp.work(partial(_part, units=units), work, turn, data, start, state, quadratic)
 
 
 def _part(
-    start: Tree, state: _Unit, data: Any, key: Tensor, quadratic: Quadratic | None, *, gp: StackedGP, work: UnitSteps,
+    start: Tree, state: _Unit, quadratic: Quadratic | None, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
-    x, y, *extra = data.batch
-    mask = data.mask.to(y.dtype)
+    _, y, *extra = data.batch
+    mask, draw = data.mask.to(y.dtype), row_draws(data, key)
     values = {**start, **state.scales}
     unit = {name: values[name] for name in gp.own}
     values = {**values, **tree.where(state.started, unit, gp.module.initial_units(y, mask, *extra))}
     scales, trained = ({name: values[name] for name in names} for names in (state.scales, start))
-    moments, active, loss = state.moments, torch.ones_like(state.started), y.new_zeros(len(y))
-    for step in range(work.steps):
-        rows = some_rows((x, y, tuple(extra)), mask, work.batch_size, random.fold_in(key, step))
-        risk, gradient = gp.gradient(scales, trained, list(trained), *rows, units=units)
-        if quadratic is not None:
-            gradient = tree.add(gradient, _pull(quadratic, trained))
-        trained, moments = adam(trained, gradient, moments, work.lr, active)
-        loss = loss - risk / data.count.clamp(min=1) / work.steps
+
+    def gradient(step: int, trained: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        risk, slope = gp.gradient(scales, trained, list(trained), *draw(work.batch_size, step), units=units)
+        return risk, slope if quadratic is None else tree.add(slope, _pull(quadratic, trained))
+
+    active = torch.ones_like(state.started)
+    trained, moments, total = work.ascend(gradient, trained, state.moments, active)
+    loss = y.new_zeros(len(y)) if total is None else -total / data.count.clamp(min=1) / work.steps
     new = _Unit(moments, scales, active)
     return Local(trained, new, torch.full_like(loss, work.steps * work.lr), {"loss": loss})
 

@@ -1,4 +1,4 @@
-"""The exact posterior of what units share, by sums of what each unit tells."""
+"""The exact posterior of the processes that units share, by sums of the units' sites."""
 
 from __future__ import annotations
 
@@ -10,17 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.fedavg import LEARNS
-from fedtorch.federation.algorithms.multi_output_gp._steps import (
-    AdamMoments,
-    UnitSteps,
-    adam,
-    in_parts,
-    no_moments,
-    some_rows,
-)
+from fedtorch.federation.algorithms.multi_output_gp._steps import AdamMoments, UnitSteps, adam, no_moments, row_draws
 from fedtorch.federation.algorithms.multi_output_gp.stacked import MOMENTS, Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.posterior import Posterior
@@ -37,13 +30,13 @@ if TYPE_CHECKING:
 
 @tells(LEARNS)
 class UnitMessage(NamedTuple):
-    """Hold what a unit tells the server of the round."""
+    """A unit's message of a round."""
 
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
 class UnitState(NamedTuple):
-    """Hold a unit's own state; leaves `(K, ...)`."""
+    """A unit's state; leaves `(K, ...)`."""
 
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
@@ -51,7 +44,7 @@ class UnitState(NamedTuple):
 
 
 class FedMGPServer(NamedTuple):
-    """Hold what the server keeps."""
+    """The server's state."""
 
     shared: dict[str, Tensor]  # θ
     told_at: dict[str, Tensor]  # θ at which the units last told their sites
@@ -65,7 +58,7 @@ class FedMGPServer(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out."""
+    """Broadcast of the server."""
 
     shared: dict[str, Tensor]
     told_at: dict[str, Tensor]
@@ -187,9 +180,7 @@ def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
 
 def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """Compute the units' steps, gradients and sites, some units at a time."""
-    part = partial(_part, gp=gp.at(data.mask), work=work)
-    work.note(turn, data.count)
-    return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
+    return gp.work(_part, work, turn, data, inbox, state)
 
 
 def _server(state: FedMGPServer, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> FedMGPServer:
@@ -238,28 +229,26 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     x, y, *extra = data.batch
     mask, once = data.mask.to(y.dtype), _once(inbox)
     posterior = _posterior(once, gp)
-    received = {**once.shared, **posterior}
-
-    def draw(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
-        return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
-
+    received, draw = {**once.shared, **posterior}, row_draws(data, key)
     unit = state.own
     # Units start twice: by their own outputs, and, before their first step, by what all units say of the curves.
     stepped = state.moments.steps > 0
     if not bool(stepped.all()):
         initial = gp.initial_units(received, (x, y, tuple(extra)), mask, work.steps > 0)
         unit = tree.where(stepped, unit, initial)
-    moments = state.moments
-    for step in range(work.steps):
-        gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]
-        trained, moments = adam({n: unit[n] for n in gp.trained}, gradient, moments, work.lr, once.units > 0)
-        unit = {**unit, **trained}
-    bound, gradient = gp.gradient({**unit, **posterior}, inbox.shared, gp.shared, *draw(work.batch_size, work.steps))
+    scales = {name: unit[name] for name in gp.scales}
+
+    def gradient(step: int, trained: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return gp.gradient(received, {**scales, **trained}, gp.trained, *draw(work.batch_size, step))
+
+    trained, moments, _ = work.ascend(gradient, {n: unit[n] for n in gp.trained}, state.moments, once.units > 0)
+    unit = {**unit, **trained}
+    bound, of_shared = gp.gradient({**unit, **posterior}, inbox.shared, gp.shared, *draw(work.batch_size, work.steps))
     site = gp.site({**received, **unit}, *draw(work.site_batch_size, work.steps + 1))
     share = torch.where(state.told.units > 0, work.damping, 1.0).to(y.dtype)
     contribution = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
-    message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
+    message = UnitMessage(Mean(of_shared, torch.ones_like(data.count)))
     return Reply(message, UnitState(unit, moments, contribution), info)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fedtorch import functional, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithms.multi_output_gp._steps import in_parts
+from fedtorch.federation.algorithms.multi_output_gp._steps import UnitSteps, in_parts
+from fedtorch.federation.turn import Turn
 from fedtorch.learns import Learns, tells
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
@@ -106,6 +108,12 @@ class StackedGP:
             self._swaps[names] = functional.Swap(self.module, names)
         with self._swaps[names]([values[name] for name in names]):
             return function()
+
+    def work(self, part: Callable[..., Any], work: UnitSteps, turn: Turn, data: Any, *stacked: Tree) -> Any:
+        """Apply `part(*stacked, data, keys, gp=, work=)` to the units of a block, some at a time."""
+        work.note(turn, data.count)
+        function = partial(part, gp=self.at(data.mask), work=work)
+        return self.at_first_go(in_parts, function, self.module.points * data.mask.shape[1], *stacked, data, turn.key)
 
     def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
         """Return units' own tensors to begin with, `(K, ...)`; weights that are not trained stay the module's."""
