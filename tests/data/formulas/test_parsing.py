@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedtorch.data.formulas.grammar import term_name
-from fedtorch.data.formulas.parsing import MOST_TERMS, MOST_VARIABLES, parse
-from fedtorch.data.formulas.tokens import LONGEST
+from fedtorch.data.formulas.parsing import LONGEST, MOST_TERMS, MOST_VARIABLES, parse
 
 
 def terms(text: str) -> list[str]:
