@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,6 @@ from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
 from fedtorch.data.formulas.evaluation import design_matrix, outside
 from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 from fedtorch.data.formulas.parsing import parse
-from fedtorch.data.formulas.random_terms import random_columns
 from fedtorch.data.formulas.requirements import rounded
 
 _FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
@@ -302,3 +302,57 @@ def _check_size(name: str, number: int, function: str, encoding: Encoding) -> No
     size = len(encoding.splines[name].knots) + 3 if function == "bs" else len(encoding.polynomials[name].coefficients)
     if size != number:
         raise ValueError(f"Expected an encoding of {number} columns for {name}, but got {size}; agree on it again")
+
+
+_INSTEAD = (
+    ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
+    "a factor then count from its first"
+)
+
+
+def random_columns(
+    formula: Formula, names: Sequence[str], encoding: Encoding, group: str
+) -> tuple[tuple[int, ...], bool]:
+    """Return the numbers of the coefficients that differ between clients, and whether they are correlated.
+
+    Raises:
+        ValueError: terms by another column than `group`, with coefficients that have no fixed effect or are in two
+            terms, or of which some but not all are correlated; the message names the term.
+
+    >>> random_columns(parse("y ~ age + (1 + age | clinic)"), ("Intercept", "age"), Encoding(), "clinic")
+    ((0, 1), True)
+    >>> random_columns(parse("y ~ age + (1 | clinic) + (0 + age | clinic)"), ("Intercept", "age"), Encoding(), "clinic")
+    ((0, 1), False)
+    """
+    blocks: list[list[int]] = []
+    for random in formula.random:
+        if random.group != group:
+            raise ValueError(
+                f"Expected random terms by the column of clients, {group!r}, but got {random.name}: rows of one "
+                f"{random.group} may lie at several clients; leave it out, or, where it has few levels and does not "
+                f"name the persons whose rows they are, write it as a factor, C({random.group})"
+            )
+        inner = [column.name for column in columns(random.terms, encoding)]
+        lacking = [name for name in inner if name not in names]
+        if lacking or not inner:
+            absent = ", ".join("1" if name == INTERCEPT else name for name in lacking) or "1"
+            raise ValueError(
+                f"Expected fixed effects for the coefficients of {random.name}, but got none for {lacking}; the "
+                f"formula has {list(names)}: add {absent} as a fixed effect too{_INSTEAD * (INTERCEPT in lacking)}"
+            )
+        places = [names.index(name) for name in inner]
+        blocks += [places] if random.correlated else [[place] for place in places]
+    every = [place for block in blocks for place in block]
+    twice = [names[place] for place in dict.fromkeys(every) if every.count(place) > 1]
+    if twice:
+        raise ValueError(
+            f"Expected each coefficient in one random term, but got {twice} in several of "
+            f"{', '.join(random.name for random in formula.random)}; write (0 + … | {group}) in the second"
+        )
+    large = [block for block in blocks if len(block) > 1]
+    if large and len(blocks) > 1:
+        raise ValueError(
+            f"Expected random coefficients that are all correlated or all not, but got some of "
+            f"{', '.join(random.name for random in formula.random)}; write one term (… | {group}) or (… || {group})"
+        )
+    return tuple(sorted(every)), bool(large)

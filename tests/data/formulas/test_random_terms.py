@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fedtorch.data.formulas.coding import columns
+from fedtorch.data.formulas.design import random_columns
 from fedtorch.data.formulas.encoding import Encoding, Levels
 from fedtorch.data.formulas.parsing import parse
-from fedtorch.data.formulas.random_terms import random_columns
 
 ENCODING = Encoding(levels={"sex": Levels(("f", "m"))})
 
