@@ -36,6 +36,10 @@ from fedtorch.data.formulas.requirements import rounded
 
 _FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
 _SERIAL = ("formula", "group", "offset", "weights", "trials")
+_INSTEAD = (
+    ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
+    "a factor then count from its first"
+)
 
 
 @dataclass(frozen=True)
@@ -302,12 +306,6 @@ def _check_size(name: str, number: int, function: str, encoding: Encoding) -> No
     size = len(encoding.splines[name].knots) + 3 if function == "bs" else len(encoding.polynomials[name].coefficients)
     if size != number:
         raise ValueError(f"Expected an encoding of {number} columns for {name}, but got {size}; agree on it again")
-
-
-_INSTEAD = (
-    ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
-    "a factor then count from its first"
-)
 
 
 def random_columns(
