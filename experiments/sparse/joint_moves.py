@@ -7,7 +7,7 @@ round of sums, some ten thousand of them. What it is for is to say whether the p
   coordinates in which they would be independent standard normals if the errors were normal of the same information:
   with A_kj = Y'Y/b² + W = LL', W = diag(1/(λτ)²), row j of θ has precision P + Σ_k W A⁻¹ Y'Y/b², and θ_kj = A⁻¹ W θ_j +
   L⁻ᵀ v.
-- Pairs of rows of every site are turned, as in `fedtorch.models.gibbs._directed_walk`.
+- Pairs of rows of every site are turned, as in `fedtorch.models.gibbs.directed`.
 - Scales, indicators and 1/b are drawn as in the federated sampler.
 - A chain at temperature t has the likelihood to the power of β_t. Neighbours exchange their temperatures with
   probability min(1, exp((β_s − β_t)(ℓ_t − ℓ_s))), even and odd pairs by turns (Okabe et al., "Replica-exchange Monte

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, sparse
-from fedtorch.models.gibbs._directed_walk import RowPrior, Walk
+from fedtorch.models.gibbs.directed import RowPrior, Walk
 
 LENGTHS = [pytest.param((40, 25), id="short"), pytest.param((300, 400), id="long", marks=pytest.mark.slow)]
 SHAPE, SITES, ROWS, SCALE, SPREAD = 2.0, 2, 4, 0.3, 0.5

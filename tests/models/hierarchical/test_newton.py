@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtorch.models.hierarchical.integrals.newton import minimised
 from fedtorch.models.hierarchical.integrals.smooth import Search, integrated
-from fedtorch.models.hierarchical.integrals.starts import Starts
+from fedtorch.models.hierarchical.pyro_factor import Starts
 from fedtorch.models.quadrature import gauss_hermite
 
 

@@ -22,7 +22,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import factor, generalised, hyperpriors
-from fedtorch.models.hierarchical.integrals.slices import mixture, outward, placed
+from fedtorch.models.hierarchical.integrals.moments import mixture, outward, placed
 from fedtorch.models.quadrature import gauss_hermite
 
 LEVELS = {"device": ["old", "new"]}
