@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.networks import _edge_list as edge_list, _random_edges as random_edges
+from fedtorch.networks import _edge_list as edge_list
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
 if TYPE_CHECKING:
@@ -308,28 +308,28 @@ class Network:
     @classmethod
     def star(cls, nodes: int) -> Network:
         """Make a star, node 0 in the middle and an edge from it to each of the others: a server and its clients."""
-        random_edges.check_count(nodes)
+        edge_list.check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
     def complete(cls, nodes: int) -> Network:
         """Make the complete graph: an edge between any two nodes."""
-        random_edges.check_count(nodes)
+        edge_list.check_count(nodes)
         return cls(torch.triu_indices(nodes, nodes, 1).mT, nodes=nodes)
 
     @classmethod
     def ring(cls, nodes: int) -> Network:
         """Make a ring, with edges between each node and the next one, and between the last and the first."""
-        random_edges.check_count(nodes)
+        edge_list.check_count(nodes)
         node = torch.arange(nodes if nodes > 1 else 0)
         return cls(torch.stack((node, (node + 1) % nodes), 1), nodes=nodes)
 
     @classmethod
     def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
         """Draw an edge for every pair of nodes with probability p, on its own, as Batagelj and Brandes (2005) do."""
-        random_edges.check_count(nodes)
-        return cls(random_edges.independent_pairs(nodes, p, key), nodes=nodes)
+        edge_list.check_count(nodes)
+        return cls(edge_list.independent_pairs(nodes, p, key), nodes=nodes)
 
     @classmethod
     def stochastic_blocks(
@@ -346,4 +346,4 @@ class Network:
         Raises:
             ValueError: a size below one, a probability outside [0, 1], or another number of them than of blocks.
         """
-        return cls(random_edges.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))
+        return cls(edge_list.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))

@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics.pairwise import haversine_distances
 
 import fedtorch as ft
-from fedtorch.networks import _random_edges as random_edges, network as network_module
+from fedtorch.networks import _edge_list as edge_list, network as network_module
 
 PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 
@@ -187,13 +187,13 @@ def test_equal_points_do_not_become_their_own_neighbours():
 def test_pairs_are_numbered_in_lexicographic_order():
     for nodes in (2, 3, 7, 40):
         pairs = torch.combinations(torch.arange(nodes))
-        assert torch.equal(random_edges.pair(torch.arange(len(pairs)), nodes), pairs)
+        assert torch.equal(edge_list.pair(torch.arange(len(pairs)), nodes), pairs)
     nodes = 3_000_000  # rounding: the last pairs of a large triangle, and the first and last of its rows
     first = torch.tensor([0, 1, 77_777, 1_499_999, nodes - 3, nodes - 2])
     start = first * (2 * nodes - first - 1) // 2
     size = nodes - 1 - first
-    assert torch.equal(random_edges.pair(start, nodes), torch.stack((first, first + 1), 1))
-    assert torch.equal(random_edges.pair(start + size - 1, nodes), torch.stack((first, torch.full((6,), nodes - 1)), 1))
+    assert torch.equal(edge_list.pair(start, nodes), torch.stack((first, first + 1), 1))
+    assert torch.equal(edge_list.pair(start + size - 1, nodes), torch.stack((first, torch.full((6,), nodes - 1)), 1))
 
 
 def test_every_pair_of_erdos_renyi_is_as_likely():
