@@ -12,8 +12,7 @@ from fedtorch import random, vfl
 from fedtorch.data import VerticalTable
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.rows.data import VerticalData
-from fedtorch.vfl.rows.leakage import LabelLeakageWarning, determines
-from fedtorch.vfl.rows.parties import Party, align, joined, party_named
+from fedtorch.vfl.rows.parties import LabelLeakageWarning, Party, align, determines, joined, party_named
 
 ROWS = [f"patient {i}" for i in range(12)]
 X = random.normal(random.key(0), (12, 5))

@@ -23,20 +23,23 @@ they are, together; in one whose claim does not, a sampled round counts like one
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedtorch import _files as files
 from fedtorch.chained_log import REPAIRED, ChainedLog, Entry
 from fedtorch.trust.privacy._checks import check_delta
-from fedtorch.trust.privacy.accounting import _ledger_head
 from fedtorch.trust.privacy.accounting.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.noise import MECHANISMS
 
 SYSTEM = "of the operating system"
 UNSEEN = ", and nobody who knows which clients were asked"  # the end of an adversary's description
 NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it can subtract it"
+_LOG = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
@@ -83,12 +86,12 @@ class Ledger:
 
     def _opened(self, path: Path) -> ChainedLog:
         """Return the log of the file, whose entries are taken in."""
-        _ledger_head.check_not_lost(path)
+        _check_not_lost(path)
         _refuse_earlier_form(path)
         first = {"ledger": self.identity.hex(), "delta": self.delta, **self.claim._asdict()}
         log = ChainedLog(path, first, take=self._take, durable=True)
         with log.exclusive():
-            _ledger_head.check(path, self.identity, self._digests)
+            _check_head(path, self.identity, self._digests)
         return log
 
     @property
@@ -134,7 +137,7 @@ class Ledger:
             row |= {"sampled": release.sampling_rate} if counted.sampling_rate != release.sampling_rate else {}
             row |= {"excess": release.excess} if release.excess else {}
             self._log.append({**row, "releases": count, "epsilon": self.after(release, count)})
-            _ledger_head.note(self._log.path, self.identity, self._digests)
+            _write_head(self._log.path, self.identity, self._digests)
 
     @property
     def last(self) -> str:
@@ -165,7 +168,7 @@ class Ledger:
                 f"Expected the ledger {identity.hex()}, from which the checkpoint's run has spent, but got "
                 f"{self.identity.hex()} ({place}); pass the file that belongs to it as ledger="
             )
-        _ledger_head.check_entries(self._digests, entries, last, f"{place}, as the checkpoint knows it")
+        _check_entries(self._digests, entries, last, f"{place}, as the checkpoint knows it")
 
     def _check_budget(self, round: int, release: Release, count: int) -> None:
         if not self.allows(release, count):
@@ -232,3 +235,62 @@ def _refuse_earlier_form(path: Path) -> None:
             f"{last.get('epsilon', 0.0)} at delta {first['delta']} in {len(lines) - 1} entries. Keep it, begin a "
             "ledger in another file, and subtract what was spent, epsilon and delta, from the budget"
         )
+
+
+def _write_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
+    """Write how many entries a ledger has, and the digest of the last one, into the file beside it.
+
+    It is written after every entry: a kill may leave the ledger one entry ahead of it, and never behind. Where both are
+    brought back together, as from a backup, only a later checkpoint of the run shows it, see `Ledger.expect`.
+    """
+    content = {"ledger": identity.hex(), "entries": len(digests), "last": digests[-1] if digests else ""}
+    files.write_json(_head(ledger), content)
+
+
+def _check_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
+    """Raise ValueError unless the ledger has the entries that were noted; notes those of one that has no head."""
+    head = _head(ledger)
+    if not head.exists():
+        if digests:
+            _LOG.warning(
+                "no %s beside the ledger: its %d entries are taken for all that there were", head, len(digests)
+            )
+        _write_head(ledger, identity, digests)
+        return
+    known = files.read_json(head)
+    if known["ledger"] != identity.hex():
+        raise ValueError(
+            f"Expected the ledger {known['ledger']} in {ledger}, by {head.name} beside it, but got {identity.hex()}; "
+            f"bring back the file that belongs there, or remove {head.name} if another ledger was put there on purpose"
+        )
+    _check_entries(digests, known["entries"], known["last"], f"{ledger}, by {head.name} beside it")
+
+
+def _check_entries(digests: Sequence[str], entries: int, last: str, where: str) -> None:
+    """Raise ValueError unless a ledger has so many entries, and this one at that place."""
+    if len(digests) < entries:
+        raise ValueError(
+            f"Expected a ledger of at least {entries} rounds in {where}, but got one of {len(digests)}: it was cut, or "
+            "an old copy was put in its place. Without the others nobody can say what was released; bring back the "
+            "newest copy, and count what is missing as spent"
+        )
+    if entries and last and digests[entries - 1] != last:
+        raise ValueError(
+            f"Expected round {entries} of the ledger in {where} to be the one that was written, but got another: two "
+            "copies of one ledger have grown apart, and what was released is the sum of both. Keep to one file, and "
+            "make a new ledger with a budget that leaves out what both have spent"
+        )
+
+
+def _check_not_lost(ledger: Path) -> None:
+    """Raise ValueError where a ledger is not there that had entries."""
+    head = _head(ledger)
+    if not ledger.exists() and head.exists() and (known := files.read_json(head))["entries"]:
+        raise ValueError(
+            f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
+            f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
+        )
+
+
+def _head(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.head")
