@@ -29,6 +29,13 @@ from fedtorch.data.frames.incomplete import Incomplete
 _AT_ONCE = 2**22  # numbers of the rows' own matrices that are gathered at once
 
 
+class Normal(NamedTuple):
+    """Hold a multivariate normal distribution of covariates and response, the response last."""
+
+    mean: Tensor  # (p + 1,)
+    covariance: Tensor  # (p + 1, p + 1)
+
+
 class SiteNormal(NamedTuple):
     """Hold a normal distribution of rows whose mean differs by site.
 
@@ -158,3 +165,61 @@ def _filled(gaps: Gaps, mean: Tensor, slope: Tensor, root: Tensor, z: Tensor) ->
         expected = slope[which, pattern] @ away[..., None] + root[which, pattern] @ z[:, part, :, None]
         filled[:, part] = torch.where(seen, values, mean[:, None] + expected[..., 0])
     return filled
+
+
+def incomplete_rows(rows: Any) -> Incomplete:
+    """Return the rows of a block or data set of `incomplete`.
+
+    Raises:
+        ValueError: rows of another form.
+    """
+    if not isinstance(rows, Incomplete):
+        raise ValueError(
+            f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
+        )
+    return rows
+
+
+def check_columns(normal: Normal, columns: int) -> None:
+    """Raise ValueError unless a normal distribution has so many columns."""
+    if (got := normal.mean.shape[-1]) != columns:
+        raise ValueError(
+            f"Expected a normal distribution of {columns} columns, the response last, but got one of {got}"
+        )
+
+
+def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
+
+    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+
+    Args:
+        rows: with gaps, `(..., p)`.
+        normal: of all columns, in the rows' dtype.
+
+    Raises:
+        ValueError: a normal distribution of another number of columns.
+
+    >>> import torch
+    >>> normal = Normal(torch.zeros(2), torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    >>> rows = Incomplete(torch.tensor([0.0, 2.0]), observed=torch.tensor([False, True]))
+    >>> expected, covariance, _ = conditional(rows, normal)
+    >>> expected, covariance  # of the first, ½ · 2 and 1 − ½²
+    (tensor([1., 2.]), tensor([[0.7500, 0.0000], [0.0000, 0.0000]]))
+    """
+    seen = rows.observed.to(normal.covariance.dtype)
+    p = seen.shape[-1]
+    check_columns(normal, p)
+    mean, covariance = (
+        leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
+        for leaf, d in ((normal.mean, 1), (normal.covariance, 2))
+    )
+    system = covariance * (seen[..., :, None] * seen[..., None, :]) + torch.diag_embed(1 - seen)
+    factor = torch.linalg.cholesky(system)
+    gap = ((rows.values - mean) * seen)[..., None]
+    cross = covariance * seen[..., None, :]
+    expected = mean + (cross @ torch.cholesky_solve(gap, factor))[..., 0]
+    half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
+    unseen = 1 - seen
+    spread = (covariance - half.mT @ half) * (unseen[..., :, None] * unseen[..., None, :])
+    return torch.where(rows.observed, rows.values, expected), spread, rows.values

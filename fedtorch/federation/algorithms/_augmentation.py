@@ -33,8 +33,7 @@ from fedtorch.federation.algorithm import Reply
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
 from fedtorch.learns import Learns, tells
-from fedtorch.models.gibbs.imputation import Normal
-from fedtorch.models.incomplete_normal import Gaps, SiteNormal, drawn, gaps
+from fedtorch.models.incomplete_normal import Gaps, Normal, SiteNormal, drawn, gaps
 
 RIDGE = 1.0  # ε, in rows
 _FAR = 1e6  # squared sds

@@ -28,7 +28,7 @@ from fedtorch.federation.posterior import Named
 from fedtorch.federation.turn import Turn
 from fedtorch.learns import Learns, tells
 from fedtorch.models.estimates import Estimates
-from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
+from fedtorch.models.incomplete_normal import Normal, conditional, incomplete_rows
 
 
 def normal_em(draws: int | None = None, *, between: bool = True, columns: int | Design | None = None) -> Algorithm:

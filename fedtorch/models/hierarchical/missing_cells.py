@@ -28,7 +28,6 @@ from fedtorch.data import BadClients, Design
 from fedtorch.data.formulas.coding import is_factor
 from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.data.frames.raw_columns import RawColumns
-from fedtorch.models.gibbs.imputation import Normal, conditional as conditional_cells
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.families import GAUSSIAN, LOGISTIC, POISSON, Family
 from fedtorch.models.hierarchical.generalised import default_inner, default_rule
@@ -36,6 +35,7 @@ from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.integrals import smooth
 from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, ExponentialFamily
+from fedtorch.models.incomplete_normal import Normal, conditional as conditional_cells
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 from fedtorch.models.rows import Observations
 

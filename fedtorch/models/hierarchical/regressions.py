@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fedtorch.data import BadClients, Design
 from fedtorch.data.formulas.grammar import INTERCEPT
-from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.hierarchical import hyperpriors, missing_cells
 from fedtorch.models.hierarchical.cumulative import cumulative, difference_names
 from fedtorch.models.hierarchical.factor import Model
@@ -34,6 +33,7 @@ from fedtorch.models.hierarchical.generalised import logistic, poisson
 from fedtorch.models.hierarchical.hierarchy import normal
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.linear_devices import linear
+from fedtorch.models.incomplete_normal import Normal
 from fedtorch.models.quadrature import QuadratureRule
 
 _FAMILIES: dict[str, Callable[..., Model]] = {
