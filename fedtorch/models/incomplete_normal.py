@@ -75,12 +75,8 @@ def gaps(data: Any) -> Gaps:
     >>> block.pattern, block.rows
     (tensor([[1, 0, 1]]), tensor([[1., 2.]], dtype=torch.float64))
     """
-    if not isinstance(data.batch, Incomplete):
-        raise ValueError(
-            f"Expected rows with missing cells, but got a {type(data.batch).__name__}; make them by "
-            'ft.data.from_frame(..., missing="impute") or imputation.incomplete(...)'
-        )
-    values, observed = data.batch.values.to(torch.float64), data.batch.observed
+    values, observed = incomplete_rows(data.batch)
+    values = values.to(torch.float64)
     clients, size, p = values.shape
     mask, owner = data.mask, torch.arange(clients, device=values.device)[:, None].expand(clients, size)
     labelled = torch.cat([owner[mask][:, None], observed[mask].long()], 1)
@@ -124,20 +120,12 @@ def drawn(gaps: Gaps, normal: SiteNormal, keys: Tensor) -> tuple[Tensor, Tensor]
     tensor([[[1., 5.],
              [0., 6.]]], dtype=torch.float64)
     """
-    p = gaps.values.shape[-1]
-    if normal.mean.shape[-1] != p:
-        raise ValueError(f"Expected a normal distribution of {p} columns, but got one of {normal.mean.shape[-1]}")
-    seen = gaps.patterns
-    both = seen[..., :, None] * seen[..., None, :]
-    covariance = normal.covariance[:, None]
-    inverse = linalg.inverse_factor(torch.linalg.cholesky(covariance * both + torch.diag_embed(1 - seen)))
-    precision = inverse.mT @ inverse * both  # J, zero where missing
+    p, seen = gaps.values.shape[-1], gaps.patterns
+    check_columns(normal, p)
+    precision, slope, left = _given_observed(normal.covariance[:, None], seen)
     for_mean, for_rows = random.split(keys, 2)
     mean = _site_mean(gaps, normal, precision, random.normal(for_mean, (p,), torch.float64))
-    slope = (1 - seen)[..., :, None] * (covariance @ precision)
-    unseen = (1 - seen)[..., :, None] * (1 - seen)[..., None, :]
-    left = covariance - covariance @ precision @ covariance
-    root = torch.linalg.cholesky(linalg.symmetric(left) * unseen + torch.diag_embed(seen)) * unseen
+    root = torch.linalg.cholesky(left + torch.diag_embed(seen)) * (1 - seen)[..., None, :]
     z = random.normal(for_rows, gaps.values.shape[1:], torch.float64)
     return _filled(gaps, mean, slope, root, z), mean
 
@@ -168,19 +156,16 @@ def _filled(gaps: Gaps, mean: Tensor, slope: Tensor, root: Tensor, z: Tensor) ->
 
 
 def incomplete_rows(rows: Any) -> Incomplete:
-    """Return the rows of a block or data set of `incomplete`.
-
-    Raises:
-        ValueError: rows of another form.
-    """
+    """Return the rows of a block or data set; raise ValueError unless they are `Incomplete`."""
     if not isinstance(rows, Incomplete):
         raise ValueError(
-            f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
+            f"Expected rows with missing cells, but got a {type(rows).__name__}; make them by "
+            'ft.data.from_frame(..., missing="impute") or imputation.incomplete(...)'
         )
     return rows
 
 
-def check_columns(normal: Normal, columns: int) -> None:
+def check_columns(normal: Normal | SiteNormal, columns: int) -> None:
     """Raise ValueError unless a normal distribution has so many columns."""
     if (got := normal.mean.shape[-1]) != columns:
         raise ValueError(
@@ -190,8 +175,6 @@ def check_columns(normal: Normal, columns: int) -> None:
 
 def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
     """Return (E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
-
-    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
 
     Args:
         rows: with gaps, `(..., p)`.
@@ -214,12 +197,22 @@ def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tenso
         leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
         for leaf, d in ((normal.mean, 1), (normal.covariance, 2))
     )
-    system = covariance * (seen[..., :, None] * seen[..., None, :]) + torch.diag_embed(1 - seen)
-    factor = torch.linalg.cholesky(system)
-    gap = ((rows.values - mean) * seen)[..., None]
-    cross = covariance * seen[..., None, :]
-    expected = mean + (cross @ torch.cholesky_solve(gap, factor))[..., 0]
-    half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
-    unseen = 1 - seen
-    spread = (covariance - half.mT @ half) * (unseen[..., :, None] * unseen[..., None, :])
+    _, slope, spread = _given_observed(covariance, seen)
+    expected = mean + (slope @ ((rows.values - mean) * seen)[..., None])[..., 0]
     return torch.where(rows.observed, rows.values, expected), spread, rows.values
+
+
+def _given_observed(covariance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return J = Σ_oo⁻¹, the slopes Σ_mo J and the covariance Σ_mm − Σ_mo J Σ_om, `(..., p, p)` each, zero elsewhere.
+
+    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+
+    Args:
+        covariance: Σ, `(..., p, p)`.
+        seen: `(..., p)`, 1 where observed and 0 where missing.
+    """
+    both = seen[..., :, None] * seen[..., None, :]
+    inverse = linalg.inverse_factor(torch.linalg.cholesky(covariance * both + torch.diag_embed(1 - seen))) * both
+    half, missing = inverse @ covariance, 1 - seen
+    left = (covariance - half.mT @ half) * (missing[..., :, None] * missing[..., None, :])
+    return inverse.mT @ inverse, missing[..., :, None] * (half.mT @ inverse), left

@@ -75,7 +75,7 @@ def test_without_variance_between_sites_all_have_one_mean() -> None:
 def test_other_rows_and_other_columns_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows with missing cells, but got a tuple; make them by"):
         gaps(ft.data.from_tensors([(torch.ones(2, 2), torch.ones(2))]).stack([0]))
-    with pytest.raises(ValueError, match="a normal distribution of 3 columns, but got one of 2"):
+    with pytest.raises(ValueError, match="a normal distribution of 3 columns, the response last, but got one of 2"):
         drawn(
             gaps(blocks().stack([0])),
             SiteNormal(torch.zeros(1, 2), torch.eye(2)[None], torch.zeros(1, 2)),
