@@ -217,15 +217,15 @@ class FederatedData:
         if not max_ratio >= 1:
             raise ValueError(f"Expected max_ratio >= 1, but got {max_ratio}; 1 groups clients of equal size only")
         counts, order = self.counts.double().sort(stable=True)
-        found, start = [], 0
+        rows_of_client, start = [], 0
         while start < len(order):
             stop = int(torch.searchsorted(counts, counts[start] * max_ratio, right=True))
             padded = (torch.arange(start, len(order)) - start + 1) * counts[start:]
             stop = max(stop, start + int((padded <= small).sum()))
             stop = int(torch.searchsorted(counts, counts[stop - 1], right=True))
-            found.append(order[start:stop].sort().values)
+            rows_of_client.append(order[start:stop].sort().values)
             start = stop
-        return found
+        return rows_of_client
 
     def select(self, ids: Tensor | Sequence[int]) -> FederatedData:
         """Return the clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
@@ -255,12 +255,12 @@ class FederatedData:
         order = order[client[order].argsort(stable=True)]  # clients in order, the rows of each at random
         rank = torch.empty(total, dtype=torch.int64)
         rank[order] = torch.arange(total) - self.starts[client]
-        kept = (self.counts.double() * fraction).round().long().clamp(min=1).minimum(self.counts)
-        training = rank < kept[client]
+        counts = (self.counts.double() * fraction).round().long().clamp(min=1).minimum(self.counts)
+        training = rank < counts[client]
         held_out, loaded = self._take((~training).nonzero().squeeze(1)), replace(self, on_disk=False)
         return (
-            replace(loaded, rows=self._take(training.nonzero().squeeze(1)), counts=kept),
-            replace(loaded, rows=held_out, counts=self.counts - kept, allow_empty=True),
+            replace(loaded, rows=self._take(training.nonzero().squeeze(1)), counts=counts),
+            replace(loaded, rows=held_out, counts=self.counts - counts, allow_empty=True),
         )
 
     def pool(self) -> FederatedData:

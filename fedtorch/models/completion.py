@@ -46,11 +46,13 @@ def completed(data: ClientData, normal: SiteNormal, key: Tensor, design: Design 
     """
     block = gaps(data)
     filled, _ = drawn(block, tree.expand(tree.to(normal, block.values.device), len(block.count)), _keys(block, key))
-    kept = data.batch.observed[..., -1] & data.mask
-    rows = [_rows(own[which], design) for own, which in zip(filled, kept)] or [_rows(filled.flatten(0, 1), design)]
-    count = kept.sum(1)
+    complete = data.batch.observed[..., -1] & data.mask
+    rows = [_rows(client[which], design) for client, which in zip(filled, complete)] or [
+        _rows(filled.flatten(0, 1), design)
+    ]
+    count = complete.sum(1)
     size = max(count.tolist(), default=1)
-    padded = [tree.map(lambda leaf: _padded(leaf, size), own) for own in rows]
+    padded = [tree.map(lambda leaf: _padded(leaf, size), client) for client in rows]
     return ClientData(tree.to(tree.take(tree.stack(padded), slice(len(count))), filled.device), count)
 
 

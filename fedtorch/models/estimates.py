@@ -96,13 +96,13 @@ def own_names(names: Iterable[str], taken: Iterable[str]) -> tuple[str, ...]:
     >>> own_names(["sd(sigma)", "sigma"], ["age", "sigma"])
     ('sd(sigma)', 'sigma (model)')
     """
-    found, used = [], set(taken)
+    distinct, used = [], set(taken)
     for name in names:
         while name in used:
             name = f"{name} (model)"
         used.add(name)
-        found.append(name)
-    return tuple(found)
+        distinct.append(name)
+    return tuple(distinct)
 
 
 def over_clients(rows: Tensor, noise: Tensor, columns: Sequence[str], count: int) -> Estimates:

@@ -81,10 +81,10 @@ def gaps(data: Any) -> Gaps:
     mask, owner = data.mask, torch.arange(clients, device=values.device)[:, None].expand(clients, size)
     labelled = torch.cat([owner[mask][:, None], observed[mask].long()], 1)
     kinds, which = labelled.unique(dim=0, return_inverse=True)
-    own = kinds[:, 0].bincount(minlength=clients)
-    first = own.cumsum(0) - own
+    counts = kinds[:, 0].bincount(minlength=clients)
+    first = counts.cumsum(0) - counts
     place = torch.arange(len(kinds), device=values.device) - first[kinds[:, 0]]
-    most = int(own.max()) if len(kinds) else 1
+    most = int(counts.max()) if len(kinds) else 1
     patterns = values.new_ones(clients, most, p)
     patterns[kinds[:, 0], place] = kinds[:, 1:].to(values.dtype)
     pattern = owner.new_zeros(clients, size)
@@ -135,8 +135,8 @@ def _site_mean(gaps: Gaps, normal: SiteNormal, precision: Tensor, z: Tensor) -> 
     spread = normal.between.sqrt()
     away = gaps.sums - gaps.rows[..., None] * gaps.patterns * normal.mean[:, None]
     shift = (precision @ away[..., None])[..., 0].sum(1) * spread
-    told = (gaps.rows[..., None, None] * precision).sum(1) * (spread[:, :, None] * spread[:, None, :])
-    factor = torch.linalg.cholesky(told + torch.eye(told.shape[-1]).to(told))
+    precision_of_sites = (gaps.rows[..., None, None] * precision).sum(1) * (spread[:, :, None] * spread[:, None, :])
+    factor = torch.linalg.cholesky(precision_of_sites + torch.eye(precision_of_sites.shape[-1]).to(precision_of_sites))
     return normal.mean + spread * linalg.normal_draw(factor, shift, z)
 
 

@@ -52,9 +52,9 @@ class LowRank(NamedTuple):
         units = len(factor)
         rank = min(units, rank)
         if max(factor.shape[1], 1) * units <= _program.FEW and _program.usable((multiple, factor)):
-            found = _program.factored(multiple, factor, rank)
-            if found is not None:
-                return cls(*found)
+            parts = _program.factored(multiple, factor, rank)
+            if parts is not None:
+                return cls(*parts)
         left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
         values = singular.square()
         left, values = _canonical(left, values)

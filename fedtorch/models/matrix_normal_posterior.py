@@ -80,7 +80,7 @@ class Averaged(NamedTuple):
     """Hold sums over units, of which the mean of their coefficients is known."""
 
     means: Tensor  # (d,)
-    own: Tensor  # (d, d) covariances without what units share
+    unshared: Tensor  # (d, d) covariances without what units share
     loadings: Tensor  # (d, r d) Σ A (f ⊗ I)'
 
 
@@ -154,15 +154,15 @@ def posterior_of(units: Units, given: Factors, *, known: bool) -> DevicePosterio
 def averaged(units: Units, given: Factors, *, known: bool) -> Averaged:
     """Return some units' part of the mean of all; sums of several holders of units are added up."""
     parts = _parts(units)
-    own = parts.alone if known else parts.alone + parts.reach @ _row(parts, given) @ parts.reach.mT
+    unshared = parts.alone if known else parts.alone + parts.reach @ _row(parts, given) @ parts.reach.mT
     loadings = torch.einsum("kab,kr->arb", parts.reach, units.factor).reshape(parts.cross.shape[1], -1)
-    return Averaged(_means(units, parts, given).sum(0), own.sum(0), loadings)
+    return Averaged(_means(units, parts, given).sum(0), unshared.sum(0), loadings)
 
 
 def mean_of(total: Averaged, given: Factors, units: int) -> Moments:
     """Return the posterior of the mean of the coefficients of so many units, `(d,)`, from sums over all of them."""
     root = torch.linalg.solve_triangular(given.inner, total.loadings.mT, upper=False)
-    return Moments(total.means / units, (total.own + root.mT @ root) / units**2)
+    return Moments(total.means / units, (total.unshared + root.mT @ root) / units**2)
 
 
 def posterior(

@@ -84,9 +84,9 @@ def canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tenso
         raise ValueError(
             f"Expected one weight for the edge ({i}, {j}), but got two different ones; weights are symmetric"
         )
-    kept = torch.cat((torch.ones(min(1, len(code)), dtype=torch.bool), ~again))
-    code = code[kept]
-    return torch.stack((code // nodes, code % nodes), 1), weights[kept]
+    first = torch.cat((torch.ones(min(1, len(code)), dtype=torch.bool), ~again))
+    code = code[first]
+    return torch.stack((code // nodes, code % nodes), 1), weights[first]
 
 
 def as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
@@ -168,8 +168,8 @@ def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
     difference = entries - entries.T
     if difference.nnz and not np.abs(difference.data).max() == 0:
         raise ValueError("Expected a symmetric matrix, but got one that differs from its transpose; symmetrise it")
-    kept = (entries.data != 0) & (entries.row <= entries.col)
-    return torch.from_numpy(np.stack((entries.row[kept], entries.col[kept]), 1).astype(np.int64)), entries.data[kept]
+    upper = (entries.data != 0) & (entries.row <= entries.col)
+    return torch.from_numpy(np.stack((entries.row[upper], entries.col[upper]), 1).astype(np.int64)), entries.data[upper]
 
 
 def of_networkx(
@@ -289,8 +289,8 @@ def _within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
     block = torch.searchsorted(ends, number, right=True)
     if not bool((probabilities == most).all()):
         coins = random.uniform(random.fold_in(key, 1), (len(number),), torch.float64)
-        kept = coins * most < probabilities[block]
-        number, block = number[kept], block[kept]
+        drawn = coins * most < probabilities[block]
+        number, block = number[drawn], block[drawn]
     first = (sizes.cumsum(0) - sizes)[block]
     return first[:, None] + pair(number - (ends - pairs)[block], sizes[block])
 

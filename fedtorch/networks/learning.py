@@ -107,9 +107,9 @@ def regular(
         raise ValueError("Expected projected steps among all pairs, but got candidates; leave one of the two out")
     pairs = torch.combinations(torch.arange(n)) if candidates is None else Network(candidates, nodes=n).edges
     weights = _by_projection(checked, degree) if projected else _by_linear_program(checked, degree, pairs)
-    kept = weights > _WEIGHTLESS
+    heavy = weights > _WEIGHTLESS
     rounded = torch.where((weights - 1).abs() < _WEIGHTLESS, 1.0, weights)
-    return Network(pairs[kept], rounded[kept], n, names)
+    return Network(pairs[heavy], rounded[heavy], n, names)
 
 
 def _by_linear_program(discrepancy: Tensor, degree: float, pairs: Tensor) -> Tensor:

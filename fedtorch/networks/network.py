@@ -88,8 +88,8 @@ class Network:
     ) -> None:
         edges = edge_list.as_edges(edges)
         nodes = edge_list.node_count(edges, nodes, names, positions)
-        ordered, kept = edge_list.canonical(edges, edge_list.as_weights(weights, len(edges)), nodes)
-        values = {"edges": ordered, "weights": kept, "nodes": nodes, "_adjacencies": {}}
+        ordered, merged = edge_list.canonical(edges, edge_list.as_weights(weights, len(edges)), nodes)
+        values = {"edges": ordered, "weights": merged, "nodes": nodes, "_adjacencies": {}}
         values |= {"positions": edge_list.as_positions(positions, nodes), "_names": edge_list.as_names(names, nodes)}
         self.__dict__.update(values)
 

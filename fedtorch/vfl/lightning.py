@@ -128,7 +128,7 @@ class StackedEarlyStopping(L.Callback):
         """Move what is kept to the device of the training, which need not be that of a checkpoint."""
         if self.best.device != device:
             self.best, self.epoch = self.best.to(device), self.epoch.to(device)
-            self._weights = {name: kept.to(device) for name, kept in self._weights.items()}
+            self._weights = {name: weight.to(device) for name, weight in self._weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is best so far, for Lightning's checkpoints."""

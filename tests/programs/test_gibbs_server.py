@@ -130,7 +130,7 @@ def test_scales(parts: int, chains: int, p: int, monkeypatch: pytest.MonkeyPatch
     clients = 10.0 ** torch.arange(chains)[:, None].double()
     weight, scatter = (2 * normal(1, p, chains).mT).exp(), (3 * normal(2, chains, p)).exp()  # strided
     scatter = scatter * (torch.arange(p) % 3 > 0) * (clients - 1)
-    heard = _scales.Heard(clients, weight, 3 * normal(3, chains, p), scatter)
+    heard = _scales.ScaleStatistics(clients, weight, 3 * normal(3, chains, p), scatter)
     shares = normal(4, parts, chains, 1).exp()
     shares[:-1, : chains // 2] = 0.0
     components = _scales.Components(shares, normal(5, parts, 1, p).exp())

@@ -136,7 +136,7 @@ def test_one_party_without_noise_is_an_ordinary_network() -> None:
         model = network([bottoms()[0]], bayes=prior)
         party = model.parties[0]
         stack = party.network.stack
-        start = dict(zip(stack.own, stack.weights)) | party.network._named(party.q["theta"]["mean"])
+        start = dict(zip(stack.trained_names, stack.weights)) | party.network._named(party.q["theta"]["mean"])
         plain = [functional.load(bottoms()[0], {name: value[b] for name, value in start.items()}) for b in range(B)]
         in_one_graph(model, rows, 4)
         for b, module in enumerate(plain):
@@ -227,7 +227,7 @@ def test_rho_towards_zero_is_the_network_without_z(auxiliary: vfl.Auxiliary | No
 
     def weights(party: vfl.Part, b: int) -> dict[str, Tensor]:
         stack = party.network.stack
-        named = (*zip(stack.own, stack.weights), *party.q["theta"].items())
+        named = (*zip(stack.trained_names, stack.weights), *party.q["theta"].items())
         return {name: value.detach()[b].clone().requires_grad_() for name, value in named}
 
     plain = [weights(party, 0) for party in model.parties]

@@ -142,9 +142,9 @@ class SiteAnswers(NamedTuple):
         """Return how many rows the sites have that tell their histogram."""
         return rows(self._histograms(quantity))
 
-    def tells(self, quantity: Quantity) -> bool:
-        """Return whether any site tells the histogram of a quantity."""
-        return bool(self._told(quantity))
+    def has_histogram(self, quantity: Quantity) -> bool:
+        """Return whether any site has sent a histogram of a quantity."""
+        return bool(self._known_histograms(quantity))
 
     def spline(self, variable: Variable) -> Spline:
         """Return knots at quantiles of the sites' histograms, between declared bounds or their outer ends.
@@ -212,8 +212,8 @@ class SiteAnswers(NamedTuple):
         return (math.log(lower), math.log(upper)) if quantity.log else (lower, upper)
 
     def _histograms(self, quantity: Quantity) -> list[Histogram]:
-        """Return the histograms that the sites tell; raise ValueError where none does."""
-        parts = self._told(quantity)
+        """Return the histograms that sites have sent; raise ValueError if none has."""
+        parts = self._known_histograms(quantity)
         if not parts:
             example = f"scales={{{quantity.name!r}: (2, 1)}}"
             raise ValueError(
@@ -223,7 +223,7 @@ class SiteAnswers(NamedTuple):
             )
         return parts
 
-    def _told(self, quantity: Quantity) -> list[Histogram]:
+    def _known_histograms(self, quantity: Quantity) -> list[Histogram]:
         entries = {site: self._entry(site, "histograms", quantity.column) for site in self.answers}
         if silent := [site for site, entry in entries.items() if entry is None]:
             _LOG.info("histograms of %r: without %s, where too few rows are behind it", quantity.column, silent)
@@ -362,7 +362,7 @@ def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], kn
     offsets make it is for who asks to say.
     """
     offsets = [*formula.offset, *([] if request.offset is None else [Quantity(request.offset)])]
-    if formula.response not in wanted or not all(map(known.tells, [formula.response, *offsets])):
+    if formula.response not in wanted or not all(map(known.has_histogram, [formula.response, *offsets])):
         return None
     scale = known.scale(formula.response)
     return rounded(Scale(math.fsum([scale.mean, *(-known.scale(each).mean for each in offsets)]), scale.sd))

@@ -144,8 +144,8 @@ class Answers:
                 f"the site has told which levels of {column!r} are common, and does not tell its histogram too; write "
                 "it as a factor"
             )
-        told: list[Any] | None = self._log.once(f"bins of {column!r}", minimum, lambda: self._bins(column, minimum))
-        return told
+        bins: list[Any] | None = self._log.once(f"bins of {column!r}", minimum, lambda: self._bins(column, minimum))
+        return bins
 
     def _bins(self, column: str, minimum: int) -> Histogram | None:
         """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""

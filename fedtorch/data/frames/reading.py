@@ -119,7 +119,7 @@ def from_frame(
         given = [name for name, value in by_formula.items() if value is not None]
         if given:
             raise TypeError(f"Expected {given} with a formula, but got none; pass formula=")
-        table, lost = _kept(as_frame(frame), client, [*features, target], missing)
+        table, lost = _complete_rows(as_frame(frame), client, [*features, target], missing)
         data = _of_columns(table, client, features, target, dtype or torch.float32, missing == "impute")
         return replace(data, absent=lost)
     if features is not None or target is not None or (formula is not None and design is not None):
@@ -131,13 +131,13 @@ def from_frame(
     if design is None:
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
-        table, lost = _kept(table, client, read, missing)
+        table, lost = _complete_rows(table, client, read, missing)
         gaps = missing == "impute" and minimum is None  # clients that agree tell of the cells that are there
         known = observed_values(table, tuple(dict.fromkeys(read))) if gaps else table
         settings = {**by_formula, "standardise": standardise}
         design = (_pooled if minimum is None else _agreed)(parsed, known, client, settings)
     else:
-        table, lost = _kept(table, client, design.reads, missing)
+        table, lost = _complete_rows(table, client, design.reads, missing)
     if len(table) == 0:
         raise ValueError("Expected at least one row, but got an empty frame")
     owners = Cells(table, client).complete(client)
@@ -168,7 +168,7 @@ def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: di
     return agreed(Request(formula.text, group=client, **given), sites)
 
 
-def _kept(
+def _complete_rows(
     table: pandas.DataFrame, client: str, columns: Sequence[str], missing: str
 ) -> tuple[pandas.DataFrame, Absent | None]:
     """Return the rows that stay, and what is missing in all of them where some are left out."""

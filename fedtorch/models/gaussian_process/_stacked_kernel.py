@@ -104,7 +104,7 @@ def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *i
 def _batch_shapes(kernel: Any, units: int) -> Iterator[Callable[[str, Tensor], Tensor]]:
     """Give the kernel and its parts batch shapes of so many units, and how a stacked parameter fits them, by name."""
     parts = {name: part for name, part in kernel.named_modules() if isinstance(part, Kernel)}
-    depth, kept = len(kernel.batch_shape), {name: part._batch_shape for name, part in parts.items()}
+    depth, shapes_before = len(kernel.batch_shape), {name: part._batch_shape for name, part in parts.items()}
     # With that of its parts, as a `ScaleKernel` makes its parameter.
     shapes = {name: part.batch_shape for name, part in parts.items()}
 
@@ -121,7 +121,7 @@ def _batch_shapes(kernel: Any, units: int) -> Iterator[Callable[[str, Tensor], T
         yield fitted
     finally:
         for name, part in parts.items():
-            part.batch_shape = kept[name]
+            part.batch_shape = shapes_before[name]
 
 
 _FOLLOW_BATCH_SHAPE = {

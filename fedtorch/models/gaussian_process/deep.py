@@ -129,8 +129,8 @@ class SparseLayer(nn.Module):
         factor = self._factor(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
         cross = self.kernel(self.inducing, x, square)  # (*b, outputs, J, N)
         basis = torch.linalg.solve_triangular(factor, cross, upper=False)
-        told = self.root.tril().mT @ basis
-        unit = 1 - basis.square().sum(-2) + told.square().sum(-2)
+        gain = self.root.tril().mT @ basis
+        unit = 1 - basis.square().sum(-2) + gain.square().sum(-2)
         mean = (self.mean[:, None] @ basis)[..., 0, :] * (0.5 * self.log_variance).exp()[:, None]
         variance = unit.clamp(min=1e-12) * self.log_variance.exp()[:, None]
         return mean.mT + x if self.identity else mean.mT, variance.mT
@@ -239,18 +239,18 @@ class DeepGP(nn.Module):
         shared = self.total.new_zeros(())
         for layer in self.inner:
             shared = shared + layer.divergence()  # type: ignore[operator]
-        own = self.outer.divergence()
-        return DeepPosterior(mean, variance, own, shared, self.total, self._likelihood())
+        divergence = self.outer.divergence()
+        return DeepPosterior(mean, variance, divergence, shared, self.total, self._likelihood())
 
     @staticmethod
-    def loss(found: DeepPosterior, y: Tensor) -> Tensor:
+    def loss(posterior: DeepPosterior, y: Tensor) -> Tensor:
         """Return minus the unit's part of the bound, by row.
 
         Args:
-            found: what the module gives in training, of all of a unit's rows.
+            posterior: what the module gives in training, of all of a unit's rows.
             y: their outputs `(N,)`.
         """
-        return (found.own - found.fit(y)) / len(y) + found.shared / found.rows
+        return (posterior.own - posterior.fit(y)) / len(y) + posterior.shared / posterior.rows
 
     def predict(self, x: Tensor) -> MixtureSameFamily:
         """Return the distribution of outputs at x `(N, d)`, noise included: a mixture over values of inner layers."""

@@ -54,8 +54,8 @@ class UnitMixture(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Return mean and covariance of f at x `(*k, N, d)`."""
-        found = self.components(self._rows(x))
-        mean, covariance = self._apart(found.mean), self._apart(found.covariance_matrix)
+        normal = self.components(self._rows(x))
+        mean, covariance = self._apart(normal.mean), self._apart(normal.covariance_matrix)
         gap = mean - mean.mean(1, keepdim=True)
         whole = covariance.mean(1) + gap.mT @ gap / gap.shape[1]
         return MultivariateNormal(
@@ -64,9 +64,9 @@ class UnitMixture(nn.Module):
 
     def predict(self, x: Tensor) -> Any:
         """Return mean and covariance of outputs at x `(*k, N, d)`."""
-        found = self(x)
-        noise = self._shaped(self._noise().mean(1)).expand(found.mean.shape)
-        return MultivariateNormal(found.mean, found.lazy_covariance_matrix.add_diagonal(noise))
+        normal = self(x)
+        noise = self._shaped(self._noise().mean(1)).expand(normal.mean.shape)
+        return MultivariateNormal(normal.mean, normal.lazy_covariance_matrix.add_diagonal(noise))
 
     def interval(self, x: Tensor, level: float = 0.99) -> tuple[Tensor, Tensor]:
         """Return lower and upper limits of central predictive intervals of each output, quantiles of the mixture.

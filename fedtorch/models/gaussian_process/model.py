@@ -264,10 +264,10 @@ class ConvolvedGP(Geometry):
         which = torch.eye(latents).repeat_interleave(size // latents, 0).to(mean)
         curves = mean[..., None] * which  # (*s, P, I)
         ridge = torch.eye(latents).to(mean) + curves.mT @ site.precision @ curves
-        told = torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
+        weights = torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
         directions = random.normal(random.key(0), (size, latents), mean.dtype).to(mean.device) / size**0.5
         alone = torch.linalg.solve(torch.eye(size).to(mean) + site.precision, site.shift[..., None])[..., 0]
-        return torch.where((mean == 0).all(-1)[..., None], alone @ directions, told)
+        return torch.where((mean == 0).all(-1)[..., None], alone @ directions, weights)
 
     # -- all units together ----------------------------------------------------------------------------------------
 
@@ -355,8 +355,8 @@ class ConvolvedGP(Geometry):
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
         start, basis, gain = self._given_rows(x, seen)
-        told = basis @ root
-        covariance = self.covariance(x, x) - seen.basis @ seen.basis.mT - gain.mT @ gain + told @ told.mT
+        spread = basis @ root
+        covariance = self.covariance(x, x) - seen.basis @ seen.basis.mT - gain.mT @ gain + spread @ spread.mT
         location = start + (basis @ mean[..., None])[..., 0]
         return MultivariateNormal(location, linear_operator.to_linear_operator(symmetric(covariance)))
 

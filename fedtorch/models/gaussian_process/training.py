@@ -106,7 +106,7 @@ def fit_modules(
             f"Expected points (M, J, d), B (M, J, J), a (M, J) and c (M,) of M = {units} units, but got {shapes}"
         )
 
-    def told() -> GaussianSite:
+    def site() -> GaussianSite:
         seen = model.see(points)
         residual = model.covariance(points, points) - seen.basis @ seen.basis.mT
         constant = sites.constant - 0.5 * (sites.precision * residual).sum((-1, -2))
@@ -114,10 +114,10 @@ def fit_modules(
 
     parameters = [p for p in model.kernel.parameters() if p.requires_grad]
 
-    _maximise(lambda: evidence(told()) + model.log_prior(True).sum(), parameters, iterations)
+    _maximise(lambda: evidence(site()) + model.log_prior(True).sum(), parameters, iterations)
     with torch.no_grad():
         model.rebase()
-        model.posterior_mean, model.posterior_root, bound = posterior(model.change(), *told())
+        model.posterior_mean, model.posterior_root, bound = posterior(model.change(), *site())
     return bound
 
 

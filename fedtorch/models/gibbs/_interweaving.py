@@ -48,8 +48,8 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
         place: `(K, C, p)`.
         noise: 1/σ², `(K, C)`.
     """
-    if (found := gibbs_server.likelihoods(design.statistics.gram, design.estimate, place, noise)) is not None:
-        return Natural(*found)
+    if (terms := gibbs_server.likelihoods(design.statistics.gram, design.estimate, place, noise)) is not None:
+        return Natural(*terms)
     clients, chains, _ = place.shape
     gram = columns(design.statistics.gram[:, None].expand(-1, chains, -1, -1))
     gap = columns(design.estimate[:, None].expand(-1, chains, -1)) - columns(place)
@@ -92,8 +92,8 @@ def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Te
     """
     z = random.normal(keys, centre.shape[-1:], torch.float64)
     given = (theta, centre, prior.to(centre.device).expand_as(centre), z)
-    if (found := gibbs_server.move((score, packed, *given))) is not None:
-        return found
+    if (moved := gibbs_server.move((score, packed, *given))) is not None:
+        return moved
     parts = (gaussian.unpack(packed), score, *given)
     # One chain after another: a chain's bits do not depend on how many there are.
     return torch.stack([_draw(*(part[c].clone() for part in parts)) for c in range(len(keys))])

@@ -43,7 +43,7 @@ LOOSEST = 2.0**50
 
 
 class Levels(NamedTuple):
-    """What the sites' variables say of the levels, all less the factors."""
+    """Sufficient statistics of the sites' variables for the levels, all less the factors."""
 
     clients: Tensor  # (C,) M
     energy: Tensor  # (C, p) Σ w δ² / 2
@@ -51,25 +51,25 @@ class Levels(NamedTuple):
     auxiliary: Tensor  # (C, p) Σ u
 
 
-def move(heard: Levels, precision: Tensor, factors: Tensor, bound: float, keys: Tensor) -> tuple[Tensor, Tensor]:
+def move(sums: Levels, precision: Tensor, factors: Tensor, bound: float, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1/τ² and the factors after `TURNS` rounds of draws.
 
     Args:
-        heard: of the sites.
+        sums: of the sites.
         precision: 1/τ², `(C, p)`.
         factors: of w and of u, `(C, 2, p)`.
         bound: of |log τ²|.
         keys: `(C,)`.
     """
-    if (found := gibbs_server.levels((*heard, precision, factors), keys, TURNS, (LOOSEST, bound))) is not None:
-        return found
+    if (drawn := gibbs_server.levels((*sums, precision, factors), keys, TURNS, (LOOSEST, bound))) is not None:
+        return drawn
     for_rates, for_draws = random.split(keys, 2)
     each = (TURNS, 3, precision.shape[-1])
     rates = random.exponential(for_rates, each, torch.float64)
-    draws = random.gamma(for_draws, (heard.clients[:, None, None, None] + 1) / 2, each, torch.float64)
+    draws = random.gamma(for_draws, (sums.clients[:, None, None, None] + 1) / 2, each, torch.float64)
     state, limit = (precision, *factors.unbind(-2)), torch.tensor(bound, dtype=torch.float64, device=keys.device).exp()
 
-    def kept(t: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def bounded(t: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the state, or that before where it is out of bounds."""
         inside = (t <= limit) & (t * limit >= 1)
         for factor in (w, u):
@@ -79,11 +79,11 @@ def move(heard: Levels, precision: Tensor, factors: Tensor, bound: float, keys: 
     for turn in range(TURNS):
         x, g = rates[:, turn].unbind(1), draws[:, turn].unbind(1)
         t, w, u = state
-        state = kept(g[0] / (x[0] / (1 + t) + heard.energy * w), w, u)
+        state = bounded(g[0] / (x[0] / (1 + t) + sums.energy * w), w, u)
         t, w, u = state
-        inverse = g[1] / (x[1] / (1 + 1 / t) + heard.rate * w * u * t)
-        state = kept(1 / inverse, w * (inverse * t), u)
+        inverse = g[1] / (x[1] / (1 + 1 / t) + sums.rate * w * u * t)
+        state = bounded(1 / inverse, w * (inverse * t), u)
         t, w, u = state
-        new = g[2] / (x[2] / (1 + t) + heard.auxiliary * u / t)
-        state = kept(new, w * (t / new), u * (new / t))
+        new = g[2] / (x[2] / (1 + t) + sums.auxiliary * u / t)
+        state = bounded(new, w * (t / new), u * (new / t))
     return state[0], torch.stack(state[1:], -2)

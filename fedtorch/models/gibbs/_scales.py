@@ -41,8 +41,8 @@ class Components(NamedTuple):
     precision: Tensor  # (k, C, p) likewise; of one component also zero, where θ_j is anywhere
 
 
-class Heard(NamedTuple):
-    """What the sites' parameters say of θ_j and τ_j."""
+class ScaleStatistics(NamedTuple):
+    """Sufficient statistics of the sites' parameters for θ_j and τ_j."""
 
     clients: Tensor  # (C, 1) M
     weight: Tensor  # (C, p) W
@@ -66,11 +66,11 @@ def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tens
     return functools.reduce(torch.logaddexp, each)
 
 
-def draw(heard: Heard, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
+def draw(sums: ScaleStatistics, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
     """Return 1/τ² `(C, p)` after one that was `precision`, with keys `(C,)`."""
-    clients, weight, estimate, scatter = heard
-    if (found := gibbs_server.scales((*heard, precision, *components), keys, (FINEST, BOUND))) is not None:
-        return found
+    clients, weight, estimate, scatter = sums
+    if (drawn := gibbs_server.scales((*sums, precision, *components), keys, (FINEST, BOUND))) is not None:
+        return drawn
     middle = (scatter / (clients - 1).clamp_min(1)).clamp_min(1e-300).log().clamp(-BOUND, BOUND)
 
     def density(x: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def regression(
         return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
 
     def sweep(
-        heard: GlobalVariables, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int
+        received: GlobalVariables, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int
     ) -> DirectedSite:
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
@@ -133,14 +133,14 @@ def regression(
         gammas = _front(random.gamma(for_noise, shape, (sweeps, p), torch.float64))
         mixing = [_front(part) for part in deviation.noise(for_mixing, (sweeps, q))]
         turns = _front(random.uniform(for_turns, (sweeps, p, 3), torch.float64))
-        centre, shared = _front(heard.theta), _front(heard.precision)
+        centre, shared = _front(received.theta), _front(received.precision)
         w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
         propose = _proposals(data, chains)
         walk = Walk(data.y, data.count, graphical.square(graphical.by_response(site.theta)))
         whole = walk.whole(centre)
         for s in range(sweeps):
             prior = w * shared
-            rows = RowPrior(whole, walk.whole(prior), noise_shape, heard.noise)
+            rows = RowPrior(whole, walk.whole(prior), noise_shape, received.noise)
             for j in range(s % 2, p, 2):
                 noise = walk.turn(j, turns[s, j], noise, rows)
             steps = propose(noise, prior, normals[s])
@@ -150,7 +150,7 @@ def regression(
                 walk.move(j, steps[row] * lengths[s, j], centre[row], prior[row], noise[j], logs[s, j])
             delta = walk.effects() - centre
             w, u = deviation.update(w, u, delta * delta * (shared / 2), tuple(part[s] for part in mixing))
-            noise = gammas[s] / (heard.noise + walk.absolute)
+            noise = gammas[s] / (received.noise + walk.absolute)
         accepted = walk.accepted / (sweeps * p)
         back = lambda leaf: leaf.movedim(0, -1)
         return DirectedSite(back(walk.effects()), back(w.clamp_max(MOST_PRECISE)), back(u), back(noise), accepted)
@@ -173,7 +173,7 @@ def _report(site: DirectedSite) -> Sums:
 def observations(data: Any, names: Sequence[str] | None = None) -> Observations:
     """Return the clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
     y = graphical.rows(data, names)
-    return Observations(y, client_by_client(lambda own: own.mT @ own, data.count, y), data.count)
+    return Observations(y, client_by_client(lambda rows: rows.mT @ rows, data.count, y), data.count)
 
 
 def _proposals(data: Observations, chains: int) -> Any:

@@ -68,17 +68,17 @@ def knows(keys: Tensor, coefficients: int) -> bool:
     return _usable((keys,)) or choice.program(_TRITON, (keys,), (torch.int64,), fits=fits) is not None
 
 
-def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
     """Return the chains after `sweeps` sweeps.
 
     Args:
         rows: of K clients.
-        heard: by C chains each.
+        prior: by C chains each.
         chains: where they are; deviations are drawn first, so theirs are not looked at.
         keys: `(K, C)`.
         sweeps: L, at least 1.
     """
-    (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
+    (clients, count, size), tensors = prior.centre.shape, (*rows, *prior, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)
     if double and _usable((keys, *tensors)):
         out = _like(chains)
@@ -86,7 +86,7 @@ def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sw
         return out
     programs = choice.program(_TRITON, (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
     if not programs:
-        return _reference(rows, heard, chains, keys, sweeps)
+        return _reference(rows, prior, chains, keys, sweeps)
     out = _like(chains)
     side = power_of_two(size)
     batch = max(_SIZE // side**2, 1)
@@ -105,23 +105,23 @@ def _usable(tensors: Sequence[Tensor]) -> bool:
     return choice.plain(tensors) and compiled.sweep_tiles.usable()
 
 
-def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
-    size = heard.centre.shape[-1]
+def _reference(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+    size = prior.centre.shape[-1]
     for_normals, for_noise, for_mixing = (philox.folded(keys, purpose) for purpose in range(3))
     each = (sweeps, size)
     normals = philox.normal(for_normals, each, torch.float64)
     first, second = (philox.exponential(philox.folded(for_mixing, part), each, torch.float64) for part in range(2))
     degrees = rows.degrees[:, None].expand(keys.shape).reshape(-1, 1).expand(-1, sweeps)
     gammas = philox.gamma(for_noise.reshape(-1), degrees, torch.float64).reshape(*keys.shape, sweeps)
-    gram, gap = rows.gram[:, None], rows.estimate[:, None] - heard.centre
+    gram, gap = rows.gram[:, None], rows.estimate[:, None] - prior.centre
     right = (gram @ gap[..., None])[..., 0]
     delta, w, u, noise = chains
     for s in range(sweeps):
-        factor = torch.linalg.cholesky(gram * noise[..., None, None] + (w * heard.precision).diag_embed())
+        factor = torch.linalg.cholesky(gram * noise[..., None, None] + (w * prior.precision).diag_embed())
         delta = linalg.normal_draw(factor, right * noise[..., None], normals[..., s, :])
         error = delta - gap
         rss = rows.rss[:, None] + (error[..., None, :] @ gram @ error[..., None])[..., 0, 0]
-        w = first[..., s, :] / (u + delta * delta * heard.precision / 2)
+        w = first[..., s, :] / (u + delta * delta * prior.precision / 2)
         u = second[..., s, :] / (w + 1)
-        noise = gammas[..., s] / (heard.scale + rss / 2)
+        noise = gammas[..., s] / (prior.scale + rss / 2)
     return Chains(delta, w, u, noise)

@@ -157,8 +157,8 @@ def spike_and_slab(
     def update(state: SpikeAndSlab, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, SpikeAndSlab]:
         p, numbers = estimate.shape[-1], (state.variance, state.inclusion, estimate, precision)
         given = (spike, *variance, *inclusion), shared_variance, keys, numbers
-        if blocks is None and (found := gibbs_server.spike_and_slab(*given)):
-            return found[0], SpikeAndSlab(*found[1:])
+        if blocks is None and (drawn := gibbs_server.spike_and_slab(*given)):
+            return drawn[0], SpikeAndSlab(*drawn[1:])
         for_flips, for_theta, for_variance, for_inclusion, for_more_flips = random.split(keys, 5)
         index = torch.arange(p) if blocks is None else blocks
         count, index = int(index.max()) + 1, index.to(estimate.device)

@@ -100,16 +100,16 @@ def neighbourhoods(
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(
-        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
+        received: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
-        if heard.theta.ndim != 4:
+        if received.theta.ndim != 4:
             raise ValueError(
                 "Expected a hierarchy for each variable, but got a single one; use every_response(hierarchy)"
             )
         check_start(site.theta.shape[-2:].numel(), p * (p - 1))
         each = random.fold_in(keys[..., None], torch.arange(p, device=keys.device))
-        after = regression.sweep(_to_clients(heard), _to_clients(site), designs(data), _to_clients(each), sweeps)
+        after = regression.sweep(_to_clients(received), _to_clients(site), designs(data), _to_clients(each), sweeps)
         return _from_clients(after, p)
 
     return LocalKernel(

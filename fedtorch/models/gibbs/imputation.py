@@ -108,11 +108,11 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
     def sweep(
-        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
+        received: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
-        theta = heard.theta + (site.place - heard.centre)
+        theta = received.theta + (site.place - received.centre)
         prior = mean.to(theta.device), precision.to(theta.device)
         x = data.x.repeat_interleave(chains, 0)
         for k, n in enumerate(data.count.tolist()):
@@ -121,7 +121,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
                 x[k * chains + c, :n] = _draw(gaps, *prior, theta[k, c], site.noise[k, c], for_gaps[k, c])
         rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
         # Each chain has rows of its own, so what runs the regressions takes chains for clients.
-        each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))
+        each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (received, site, for_sweeps))
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
@@ -151,9 +151,9 @@ def _gaps(data: Any, normal: Normal) -> _Gaps:
     return _Gaps(values[..., :-1], values[..., -1], seen[..., :-1], data.count)
 
 
-def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Tensor, key: Tensor) -> Tensor:
+def _draw(gaps: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Tensor, key: Tensor) -> Tensor:
     """Return one site's covariates `(n, p)` with the missing ones drawn given the others, y, θ_k `(p,)` and 1/σ_k²."""
-    x, y, seen, _ = own
+    x, y, seen, _ = gaps
     z = random.normal(key, x.shape, x.dtype)
     some = (~seen).any(1)
     open = (~seen[some]).to(x.dtype)

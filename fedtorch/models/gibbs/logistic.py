@@ -71,7 +71,7 @@ def logistic_regression(
         return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
 
     def sweep(
-        heard: sparse.GlobalVariables, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int
+        received: sparse.GlobalVariables, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int
     ) -> LogisticSite:
         check_start(site.theta.shape[-1], data.x.shape[-1] - 1)
         if len(keys) == 0:
@@ -79,9 +79,9 @@ def logistic_regression(
         # One client after another, without padding, so that a client's numbers do not depend on its block.
         states = []
         for k, n in enumerate(data.count.tolist()):
-            own_heard, own_site = tree.map(lambda leaf, k=k: leaf[k].clone(), (heard, site))
+            one_received, one_site = tree.map(lambda leaf, k=k: leaf[k].clone(), (received, site))
             x, y = data.x[k, :n].clone(), data.y[k, :n].clone()
-            states.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
+            states.append(_sweep_one(deviation, intercept_scale**-2, one_received, one_site, x, y, keys[k], sweeps))
         return tree.stack(states)
 
     def newcomer(draws: dict[str, Tensor], key: Tensor) -> Newcomer:
@@ -90,14 +90,14 @@ def logistic_regression(
         of_all = torch.cat([first + intercept_scale**2, variance], 1)
         return Newcomer(torch.cat([first, mean], 1), of_all, torch.full_like(first[:, 0], torch.nan))
 
-    told = partial(sparse.report, half_cauchy=deviation.half_cauchy)
-    return LocalKernel(init, _prepare, sweep, told, LOGISTIC, None if deviation.prior is None else newcomer)
+    summary = partial(sparse.report, half_cauchy=deviation.half_cauchy)
+    return LocalKernel(init, _prepare, sweep, summary, LOGISTIC, None if deviation.prior is None else newcomer)
 
 
 def _sweep_one(
     deviation: Deviation,
     flat: float,
-    heard: sparse.GlobalVariables,
+    received: sparse.GlobalVariables,
     site: LogisticSite,
     x: Tensor,
     y: Tensor,
@@ -109,26 +109,26 @@ def _sweep_one(
     for_normals, for_rows, for_mixing = random.split(keys, 3)
     normals = random.normal(for_normals, (sweeps, p + 1), torch.float64)
     mixing = deviation.noise(for_mixing, (sweeps, p))
-    centre = torch.cat([torch.zeros_like(site.intercept)[:, None], heard.theta], 1)
+    centre = torch.cat([torch.zeros_like(site.intercept)[:, None], received.theta], 1)
     ridge = torch.full_like(centre, flat)
     offset = centre @ x.mT
-    coefficients = torch.cat([site.intercept[:, None], site.place - heard.centre], 1)
-    w, u = sparse.scaled(heard, site.precision, site.auxiliary)
+    coefficients = torch.cat([site.intercept[:, None], site.place - received.centre], 1)
+    w, u = sparse.scaled(received, site.precision, site.auxiliary)
     for s in range(sweeps):
         omega = polya_gamma(random.fold_in(for_rows, s), offset + coefficients @ x.mT)
-        ridge[:, 1:] = w * heard.precision
+        ridge[:, 1:] = w * received.precision
         weighted = omega[:, :, None] * x
         factor = torch.linalg.cholesky(x.mT @ weighted + torch.diag_embed(ridge))
         right = (y - omega * offset) @ x
         coefficients = linalg.normal_draw(factor, right, normals[:, s])
-        energy = coefficients[:, 1:].square() * heard.precision / 2
+        energy = coefficients[:, 1:].square() * received.precision / 2
         w, u = deviation.update(w, u, energy, tuple(part[:, s] for part in mixing))
-    theta, place = heard.theta + coefficients[:, 1:], heard.centre + coefficients[:, 1:]
+    theta, place = received.theta + coefficients[:, 1:], received.centre + coefficients[:, 1:]
     likelihood = site.likelihood
     if likelihood:
         predictor = torch.cat([coefficients[:, :1], place], 1) @ x.mT
         likelihood = interweaving.logistic(x[:, 1:], y - omega * predictor, omega)
-    return LogisticSite(theta, place, *sparse.less_factors(heard, w, u), site.noise, likelihood, coefficients[:, 0])
+    return LogisticSite(theta, place, *sparse.less_factors(received, w, u), site.noise, likelihood, coefficients[:, 0])
 
 
 def _prepare(data: Any) -> _Rows:

@@ -64,7 +64,7 @@ def _propose(beyond: Tensor, z: Tensor, rate: Tensor, u: tuple[Tensor, ...]) -> 
     tail = _CUT + first / rate
     # of large mean: a stable law below the cut, thinned
     stable = _CUT / (1 + _CUT * first).square()
-    kept = (first.square() <= 2 * second / _CUT) & (u[3] <= (-z.square() * stable / 2).exp())
+    accepted = (first.square() <= 2 * second / _CUT) & (u[3] <= (-z.square() * stable / 2).exp())
     # of small mean: a root of a quadratic, refused beyond the cut
     square = 2 * first * (2 * math.pi * u[2]).cos().square()
     scaled = square / z
@@ -72,7 +72,7 @@ def _propose(beyond: Tensor, z: Tensor, rate: Tensor, u: tuple[Tensor, ...]) -> 
     inverse = torch.where(u[3] * (1 + root) <= 1, root, 1 / root) / z
     small = z > 1 / _CUT
     before = torch.where(small, inverse, stable)
-    return torch.where(beyond, tail, before), beyond | torch.where(small, inverse <= _CUT, kept)
+    return torch.where(beyond, tail, before), beyond | torch.where(small, inverse <= _CUT, accepted)
 
 
 def _series_accepts(x: Tensor, u: Tensor) -> Tensor:

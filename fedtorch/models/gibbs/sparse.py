@@ -132,23 +132,25 @@ def regression(
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
         return RegressionSite(start, start, ones, ones, nothing[:, 0], likelihood)
 
-    def sweep(heard: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
+    def sweep(
+        received: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int
+    ) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
-        w, u = scaled(heard, site.precision, site.auxiliary)
-        begun = torch.where(site.noise > 0, site.noise, noise_shape / heard.noise)  # at first the prior's mean
+        w, u = scaled(received, site.precision, site.auxiliary)
+        begun = torch.where(site.noise > 0, site.noise, noise_shape / received.noise)  # at first the prior's mean
         site = site._replace(precision=w, auxiliary=u, noise=begun)
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
-            delta, w, u, noise = _by_program(heard, site, data, noise_shape, keys, sweeps)
-            return ended(heard, data, delta, w, u, noise)
+            delta, w, u, noise = _by_program(received, site, data, noise_shape, keys, sweeps)
+            return ended(received, data, delta, w, u, noise)
         for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
         normals = columns(random.normal(for_normals, (sweeps, p), torch.float64))
         degrees = noise_shape + data.degrees[:, None, None] / 2
         gammas = columns(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
         mixing = [columns(part) for part in deviation.noise(for_mixing, (sweeps, p))]
-        draw = gaussian_conditional(data, heard.theta, for_draw)
-        shared = columns(heard.precision)
-        half, scale = shared / 2, heard.noise.reshape(-1)
+        draw = gaussian_conditional(data, received.theta, for_draw)
+        shared = columns(received.precision)
+        half, scale = shared / 2, received.noise.reshape(-1)
         w, u, noise = columns(site.precision), columns(site.auxiliary), site.noise.reshape(-1)
         delta = torch.zeros_like(w)
         for s in range(sweeps):
@@ -156,14 +158,14 @@ def regression(
             w, u = deviation.update(w, u, delta * delta * half, tuple(part[s] for part in mixing))
             noise = gammas[s] / (scale + rss / 2)
         rows = partial(from_columns, clients=clients, chains=chains)
-        return ended(heard, data, *map(rows, (delta, w, u, noise)))
+        return ended(received, data, *map(rows, (delta, w, u, noise)))
 
     def ended(
-        heard: GlobalVariables, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor
+        received: GlobalVariables, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor
     ) -> RegressionSite:
-        theta, place = heard.theta + delta, heard.centre + delta
+        theta, place = received.theta + delta, received.centre + delta
         likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
-        return RegressionSite(theta, place, *less_factors(heard, w, u), noise, likelihood)
+        return RegressionSite(theta, place, *less_factors(received, w, u), noise, likelihood)
 
     def prepare(data: Any) -> Design:
         return design(data, intercept) if statistics is None else _designed(statistics(data))
@@ -174,8 +176,8 @@ def regression(
         return Newcomer(mean, variance, draws["noise"] / gamma)
 
     known_of_others = None if intercept or deviation.prior is None else newcomer
-    told = partial(report, half_cauchy=deviation.half_cauchy)
-    return LocalKernel(init, prepare, sweep, told, None if intercept else GAUSSIAN, known_of_others)
+    summary = partial(report, half_cauchy=deviation.half_cauchy)
+    return LocalKernel(init, prepare, sweep, summary, None if intercept else GAUSSIAN, known_of_others)
 
 
 def deviating(deviation: Deviation, draws: dict[str, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,24 +189,24 @@ def deviating(deviation: Deviation, draws: dict[str, Tensor], key: Tensor) -> tu
 
 
 def _by_program(
-    heard: GlobalVariables, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
+    received: GlobalVariables, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
 ) -> gibbs_sweeps.Chains:
     """Return the sweeps of regressions under `horseshoe`."""
     rows = gibbs_sweeps.Rows(data.statistics.gram, data.estimate, data.rss, noise_shape + data.degrees / 2)
-    given = gibbs_sweeps.SweepPrior(heard.theta, heard.precision, heard.noise)
+    given = gibbs_sweeps.SweepPrior(received.theta, received.precision, received.noise)
     chains = gibbs_sweeps.Chains(site.theta, site.precision, site.auxiliary, site.noise)
     return gibbs_sweeps.gibbs_sweeps(rows, given, chains, keys, sweeps)
 
 
-def scaled(heard: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(received: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
     """Return a site's 1/λ² and 1/ν from those less the factors of all sites."""
-    of_precision, of_auxiliary = heard.factors.unbind(-2)
+    of_precision, of_auxiliary = received.factors.unbind(-2)
     return precision * of_precision, auxiliary * of_auxiliary
 
 
-def less_factors(heard: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def less_factors(received: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1/λ² and 1/ν less the factors of all sites."""
-    of_precision, of_auxiliary = heard.factors.unbind(-2)
+    of_precision, of_auxiliary = received.factors.unbind(-2)
     return w.clamp_max(MOST_PRECISE) / of_precision, u / of_auxiliary
 
 
@@ -277,7 +279,7 @@ def hierarchy(
         weight = weight * factors[:, 0]
         if scale is None:
             scatter = (second - first * shift).clamp_min(0) * factors[:, 0]
-            of_scales = scales.Heard(clients[:, None], weight, before + shift, scatter)
+            of_scales = scales.ScaleStatistics(clients[:, None], weight, before + shift, scatter)
             precision = scales.draw(of_scales, precision, prior.components(state.prior), for_scale)
         theta, variables = prior.update(state.prior, before + shift, weight * precision, for_prior)
         centre = theta + (state.centre - before)

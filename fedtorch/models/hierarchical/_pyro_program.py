@@ -34,12 +34,12 @@ def filled_up(leaf: Tensor, mask: Tensor) -> Tensor:
 def may_be_filled(model: Callable[..., Any], sites: Sites, phi: Tensor, rows: list[Tensor]) -> bool:
     """Return whether a mask takes additional rows out of a model's density."""
     more = [torch.cat([leaf, leaf[:1].expand(_SPARE, *leaf.shape[1:])]) for leaf in rows]
-    kept = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
+    real = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
     theta = 0.1 * torch.arange(1, sites.size + 1, dtype=phi.dtype, device=phi.device)
     try:
         if sites_of(model, phi, more).size != sites.size:
             return False
-        one, other = (log_joint_of(model, sites, theta, phi, *each) for each in ((rows, None), (more, kept)))
+        one, other = (log_joint_of(model, sites, theta, phi, *each) for each in ((rows, None), (more, real)))
     except (RuntimeError, ValueError, IndexError):
         return False
     return bool((one - other).abs() <= _SAME * one.abs().clamp(min=1))
@@ -65,19 +65,19 @@ def sites_of(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> 
 
 
 def log_joint_of(
-    model: Callable[..., Any], sites: Sites, theta: Tensor, phi: Tensor, rows: Sequence[Tensor], kept: Tensor | None
+    model: Callable[..., Any], sites: Sites, theta: Tensor, phi: Tensor, rows: Sequence[Tensor], real: Tensor | None
 ) -> Tensor:
-    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `kept`."""
+    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `real`."""
     from pyro import poutine
 
     values, jacobian = _latent(sites, theta)
     trace = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
-    if kept is None:
+    if real is None:
         return trace.log_prob_sum() + jacobian
     trace.compute_log_prob()
     for site in trace.nodes.values():
         if site["type"] == "sample" and "log_prob" in site:
-            jacobian = jacobian + _kept(site, kept).sum()
+            jacobian = jacobian + _log_of_real(site, real).sum()
     return jacobian
 
 
@@ -138,10 +138,10 @@ def _not_in_support(site: Any) -> Tensor:
     return value[~fine.reshape(*fine.shape, *[1] * (value.ndim - fine.ndim)).expand_as(value)]
 
 
-def _kept(site: Any, kept: Tensor) -> Tensor:
+def _log_of_real(site: Any, real: Tensor) -> Tensor:
     """Return the log densities of a site, zero for rows that are not kept, along the plate of as many rows."""
     log = site["log_prob"]
     for frame in site["cond_indep_stack"] if site["is_observed"] else ():
-        if frame.vectorized and frame.size == len(kept) and log.ndim >= -frame.dim:
-            log = torch.where(kept.reshape(-1, *[1] * (-frame.dim - 1)), log, 0.0)
+        if frame.vectorized and frame.size == len(real) and log.ndim >= -frame.dim:
+            log = torch.where(real.reshape(-1, *[1] * (-frame.dim - 1)), log, 0.0)
     return log

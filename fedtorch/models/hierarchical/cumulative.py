@@ -103,11 +103,11 @@ def _ascending(
     log_noise: Tensor | None,
 ) -> Conditional:
     """Return what rows say of θ: nothing where thresholds are known that cross."""
-    found = local(data, mean, covariance, zeta, log_noise)
+    factor = local(data, mean, covariance, zeta, log_noise)
     if not differences or covariance.shape[-1] == mean.shape[-1]:
-        return found
+        return factor
     crossed = ~Ordered.ascend(mean[..., mean.shape[-1] - differences :])
-    return found._replace(log_evidence=found.log_evidence.masked_fill(crossed, -torch.inf))
+    return factor._replace(log_evidence=factor.log_evidence.masked_fill(crossed, -torch.inf))
 
 
 def _family(count: int) -> ExponentialFamily:

@@ -270,10 +270,10 @@ def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
     return parts.local(data, given, log_noise, spelled)
 
 
-def _mixed(parts: _Parts, weights: Tensor, found: Conditional, zeta: Tensor) -> DevicePosterior:
+def _mixed(parts: _Parts, weights: Tensor, conditional: Conditional, zeta: Tensor) -> DevicePosterior:
     _, log_noise = parts.split(zeta)
     log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
-    moments = found.moments()
+    moments = conditional.moments()
     return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
 
 
@@ -318,11 +318,11 @@ def _centre(parts: _Parts) -> Tensor:
     return means @ gaussian.moments(parts.hierarchy.prior.completed()).mean[: means.shape[1]]
 
 
-def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
+def derivatives(mean: Tensor, covariance: Tensor, tilted: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return `Conditional.derivatives` from the moments of θ_k before and after the rows."""
     factor = torch.linalg.cholesky_ex(covariance).L
-    gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
-    lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)
+    gradient = torch.cholesky_solve((tilted.mean - mean)[..., None], factor)[..., 0]
+    lost = torch.cholesky_solve(torch.cholesky_solve(covariance - tilted.covariance, factor).mT, factor)
     return gradient, (weights[..., None, None] * lost).sum(1)
 
 

@@ -162,8 +162,8 @@ class _Parts(NamedTuple):
 
     def fewer(self, dimensions: int) -> QuadratureRule:
         """Return the rule over so many coefficients beside directions that are integrated by themselves."""
-        own = [rule for rule in (self.whole, self.part) if rule is not None and rule.nodes.shape[1] == dimensions]
-        return own[0] if own and self.exact else default_inner(dimensions)
+        suitable = [rule for rule in (self.whole, self.part) if rule is not None and rule.nodes.shape[1] == dimensions]
+        return suitable[0] if suitable and self.exact else default_inner(dimensions)
 
     @staticmethod
     def of(
@@ -217,7 +217,7 @@ class _Parts(NamedTuple):
         ordered = covariance if known else covariance[..., order[:, None], order]
         root = torch.linalg.cholesky_ex(ordered).L
         prior = White(mean[..., order], root)
-        found = integral(
+        integrated = integral(
             Problem.of(self.family, data, features - known),
             prior,
             self.part if known else self.whole,
@@ -228,14 +228,14 @@ class _Parts(NamedTuple):
         back = order.argsort()
 
         def moments() -> Moments:
-            spread = root @ found.covariance @ root.mT
+            spread = root @ integrated.covariance @ root.mT
             spread = torch.nn.functional.pad(spread, (known, 0, known, 0))
-            return Moments(prior.at(found.mean)[..., back], spread[..., back[:, None], back])
+            return Moments(prior.at(integrated.mean)[..., back], spread[..., back[:, None], back])
 
         def slopes(weights: Tensor) -> tuple[Tensor, Tensor]:
             inverse = linalg.inverse_factor(root)
             eye = torch.eye(features, dtype=mean.dtype, device=mean.device)
-            lost = inverse.mT @ (weights[..., None, None] * (eye - found.covariance)) @ inverse
-            return (inverse.mT @ found.mean[..., None])[..., back, 0], lost.sum(1)[:, back[:, None], back]
+            lost = inverse.mT @ (weights[..., None, None] * (eye - integrated.covariance)) @ inverse
+            return (inverse.mT @ integrated.mean[..., None])[..., back, 0], lost.sum(1)[:, back[:, None], back]
 
-        return Conditional(found.log_evidence + data.constant[:, None], slopes, moments)
+        return Conditional(integrated.log_evidence + data.constant[:, None], slopes, moments)

@@ -83,8 +83,8 @@ def linear(
     def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         known = data.log_noise[:, None].expand(mean.shape[:2])
         place = None if covariance.shape[-1] == mean.shape[-1] else varying.to(mean.device)
-        found = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise, place)
-        return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
+        factor = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise, place)
+        return factor._replace(log_evidence=factor.log_evidence + 0.5 * data.log_weights[:, None])
 
     def fit(tensors: Sequence[Tensor]) -> bool:
         return variance_components.usable(len(hierarchy.mean), tensors)
@@ -94,8 +94,8 @@ def linear(
     ) -> Conditional:
         assert hierarchy.components is not None
         known = data.log_noise[:, None].expand(given.zeta.shape[:2]) if log_noise is None else log_noise
-        found = _marginal(data.rows, hierarchy.components, given, known, spelled)
-        return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
+        factor = _marginal(data.rows, hierarchy.components, given, known, spelled)
+        return factor._replace(log_evidence=factor.log_evidence + 0.5 * data.log_weights[:, None])
 
     def prepare(data: Any) -> _Data:
         features, rows = len(hierarchy.mean), None

@@ -178,15 +178,15 @@ def _prepared(design: Design, family: Family, normal: Normal, data: Any) -> _Dat
     values, observed = data.batch.values[..., :-1], data.batch.observed[..., :-1]
     gone = (~observed & data.mask[..., None]).any(1)
     _check_linear(design, gone)
-    own = Normal(normal.mean[:-1].to(values), normal.covariance[:-1, :-1].to(values))
-    expected, spread, _ = conditional_cells(Incomplete(values, observed), own)
+    covariates = Normal(normal.mean[:-1].to(values), normal.covariance[:-1, :-1].to(values))
+    expected, spread, _ = conditional_cells(Incomplete(values, observed), covariates)
     missing = (~observed).to(values.dtype)
     factor = torch.linalg.cholesky(spread + torch.diag_embed(1 - missing)) * missing[..., None] * missing[..., None, :]
     which = gone.any(0).nonzero()[:, 0].tolist()
-    kept = data.batch.observed[..., -1] & data.mask
+    complete = data.batch.observed[..., -1] & data.mask
     each = [
         _client(design, expected[k, rows], factor[k, rows][..., which], data.batch.values[k, rows, -1:])
-        for k, rows in enumerate(kept)
+        for k, rows in enumerate(complete)
     ]
     each = each or [
         _client(design, expected[:0].flatten(0, 1), factor[:0].flatten(0, 1)[..., which], values[:0, 0, -1:])
@@ -194,9 +194,9 @@ def _prepared(design: Design, family: Family, normal: Normal, data: Any) -> _Dat
     size = max(len(one["y"]) for one in each)
     padded = [tree.map(lambda leaf: torch.cat([leaf, leaf.new_zeros(size - len(leaf), *leaf.shape[1:])]), one)
               for one in each]  # fmt: skip
-    stacked = tree.to(tree.take(tree.stack(padded), slice(len(kept))), values.device)
+    stacked = tree.to(tree.take(tree.stack(padded), slice(len(complete))), values.device)
     rows = smooth.Rows.of(stacked["x"], stacked["offset"], stacked["root"])
-    made = _Data(rows, stacked["y"], stacked["weight"], stacked["trials"], kept.sum(1))
+    made = _Data(rows, stacked["y"], stacked["weight"], stacked["trials"], complete.sum(1))
     _check_responses(family, made)
     return made
 

@@ -175,18 +175,20 @@ def from_the_prior(project: Projection) -> Start:
     """
 
     def summary(data: Any, prior: Prior) -> Tree:
-        own = prior.completed()
+        natural = prior.completed()
         if data is None:
-            return torch.zeros_like(own.shift)
+            return torch.zeros_like(natural.shift)
         count = len(tree.leaves(data)[0])
-        cavity = tree.expand(gaussian.moments(own), count)
-        tilted = project(Moments(*cavity), data, torch.zeros(count, dtype=torch.int64, device=own.shift.device)).tilted
+        cavity = tree.expand(gaussian.moments(natural), count)
+        tilted = project(
+            Moments(*cavity), data, torch.zeros(count, dtype=torch.int64, device=natural.shift.device)
+        ).tilted
         return torch.where(tilted.mean.isfinite().all(-1, keepdim=True), tilted.mean, cavity.mean)
 
     def estimate(total: Tree, count: Tensor, prior: Prior) -> Natural:
-        own = prior.completed()
+        natural = prior.completed()
         mean = total / count
-        return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
+        return Natural((gaussian.unpack(natural.precision) @ mean[:, None])[:, 0], natural.precision)
 
     return Start(summary, estimate)
 

@@ -276,14 +276,14 @@ class PyroFactor:
         sites = sites_of(self.program, phi[0, 0], [leaf[0] for leaf in filled])
         whole = bool(mask.all())
 
-        def node(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
-            return log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
+        def node(theta: Tensor, phi: Tensor, real: Tensor, *mine: Tensor) -> Tensor:
+            return log_joint_of(self.program, sites, theta, phi, mine, None if whole else real)
 
         def log_joint(theta: Tensor, phi: Tensor) -> Tensor:
             """Return log p(y, θ | φ) of θ `(K, R, d)`, `(K, R)`."""
 
-            def client(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
-                return torch.vmap(lambda theta, phi: node(theta, phi, kept, *mine))(theta, phi)
+            def client(theta: Tensor, phi: Tensor, real: Tensor, *mine: Tensor) -> Tensor:
+                return torch.vmap(lambda theta, phi: node(theta, phi, real, *mine))(theta, phi)
 
             with WithoutReading():
                 return torch.vmap(client)(theta, phi, mask, *filled)
@@ -299,15 +299,15 @@ class PyroFactor:
 
             return some
 
-        def found(phi: Tensor, rule: QuadratureRule | None, search: Search) -> Integrated:
+        def integral_at(phi: Tensor, rule: QuadratureRule | None, search: Search) -> Integrated:
             return integrated(log_joint, phi, sites.size, rule, rows=most, only=partial(only, phi), search=search)
 
         start = starts.at(which, phi, sites.size)
         if start is None and sites.size and phi.shape[1] > _ALONE:
-            centre = found(phi.mean(1, keepdim=True), None, Search(None, _STILL))
+            centre = integral_at(phi.mean(1, keepdim=True), None, Search(None, _STILL))
             start = centre.mean.expand(-1, phi.shape[1], -1)
         rule = _few_nodes(sites.size) if rough else self._rule(sites.size)
-        latent = found(phi, rule, Search(start, *(_ROUGH if rough else (_STILL,))))
+        latent = integral_at(phi, rule, Search(start, *(_ROUGH if rough else (_STILL,))))
         starts.keep(which, phi, latent.mean)
         return latent
 

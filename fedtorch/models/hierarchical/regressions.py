@@ -193,5 +193,5 @@ def _prepare(prepare: Callable[[Any], Any], design: Design, data: Any) -> Any:
         named = {"offset": design.offset, "weights": design.weights, "trials": trials}
         where = f"y is the column {design.response!r}"
         where = "".join([where, *(f", {name} are {column!r}" for name, column in named.items() if column)])
-        told = None if error.told is None else f"the site has {error.told}; {where}"
-        raise BadClients(torch.tensor(error.rows), f"{error}; {where}", told) from None
+        report = None if error.told is None else f"the site has {error.told}; {where}"
+        raise BadClients(torch.tensor(error.rows), f"{error}; {where}", report) from None

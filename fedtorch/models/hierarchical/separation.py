@@ -64,11 +64,11 @@ def warn_of_separation(
     if alone is not None:
         far |= alone & (size > _MOVED)  # rows had moved it; of a column that is zero nothing ever does
     if bool(far.any()):
-        found = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
+        separating = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
         warnings.warn(
-            f"Expected responses that no column tells apart, but {found} may do so (separated: rows of a level, or "
-            "beyond a value, that all respond alike): the likelihood has no maximum there, and what is found rests on "
-            f"the prior; {helps}",
+            f"Expected responses that no column tells apart, but {separating} may do so (separated: rows of a level, "
+            "or beyond a value, that all respond alike): the likelihood has no maximum there, and what is found rests "
+            f"on the prior; {helps}",
             RuntimeWarning,
             stacklevel=stacklevel,
         )

@@ -106,13 +106,13 @@ class Monitor:
     def tell(self, w: Tensor) -> bool:
         """Count a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
         self.rounds += 1
-        self._progress.update(tell=self._told)
+        self._progress.update(tell=self._shown)
         if self.watch is not None and bool(self.watch(self.rounds, w)):
             self.reason = "watch"
             return True
         return self.rounds >= self.limit
 
-    def _told(self) -> dict[str, str]:
+    def _shown(self) -> dict[str, str]:
         return {"optimality": f"{self.optimality:.2g}"}
 
     def due(self) -> bool:

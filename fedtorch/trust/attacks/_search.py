@@ -14,8 +14,8 @@ from fedtorch.progress import Progress
 _NOTHING = 1e-12  # of a squared distance, relative
 
 
-class Found(NamedTuple):
-    """Hold where a search has ended."""
+class Optimum(NamedTuple):
+    """The end of a search."""
 
     point: Tensor
     value: float  # of the objective there
@@ -28,23 +28,23 @@ def least(
     restarts: int,
     iterations: int,
     seed: int,
-) -> Found:
+) -> Optimum:
     """Return the least of several searches from normal draws, the first that leaves nothing if one does."""
-    lowest = Found(torch.zeros(shape, dtype=dtype), torch.inf)
+    lowest = Optimum(torch.zeros(shape, dtype=dtype), torch.inf)
     for restart in range(restarts):
         start = random.normal(random.fold_in(random.key(seed), restart), shape, torch.float64).to(dtype)
-        lowest = min(lowest, descended(objective, start, iterations), key=lambda found: found.value)
+        lowest = min(lowest, descended(objective, start, iterations), key=lambda point: point.value)
         if lowest.value < _NOTHING:
             break
     return lowest
 
 
-def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Found:
+def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Optimum:
     """Minimise an objective by L-BFGS from `start`, and return the least that was reached."""
     point = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
                                   tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip
-    lowest = Found(start, torch.inf)
+    lowest = Optimum(start, torch.inf)
 
     def evaluate() -> Tensor:
         nonlocal lowest
@@ -52,7 +52,7 @@ def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: 
         value = objective(point)
         value.backward()
         if float(value.detach()) < lowest.value:
-            lowest = Found(point.detach().clone(), float(value.detach()))
+            lowest = Optimum(point.detach().clone(), float(value.detach()))
         shown.update()
         return value
 

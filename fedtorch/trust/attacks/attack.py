@@ -81,9 +81,9 @@ def _attacked(attack: Attack, algorithm: Algorithm) -> Algorithm:
         algorithm,
         init=partial(_init, algorithm),
         client=partial(_client, algorithm, attack),
-        model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
+        model=lambda inbox, state: algorithm.model(inbox.inbox, state.inner),
         exchange=_marking(_colluding(algorithm, attack), attack.clients),
-        told=None if told is None else told._replace(of=partial(_told, told.of, attack)),
+        told=None if told is None else told._replace(of=partial(_lie_for_good, told.of, attack)),
     )
 
 
@@ -95,9 +95,9 @@ class _Marked(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """A client's state; leaves `(K, ...)`."""
 
-    own: Tree
+    inner: Tree  # of the algorithm
     attacks: Tensor  # () bool, once it has taken part
     key: Tensor  # () with which it lies about what it tells for good
 
@@ -113,13 +113,13 @@ def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State
             "Expected the attack's own exchange, but it was replaced; change exchanges by wrappers, such as "
             "algorithm | attack | robust.rule(...)"
         )
-    reply = algorithm.client(marked.inbox, state.own, data, turn)
+    reply = algorithm.client(marked.inbox, state.inner, data, turn)
     message = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
     return reply._replace(message=message, state=_State(reply.state, marked.attacks, turn.key))
 
 
 def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """Replace what is said in a node of a message."""
+    """Replace the values in a node of a message."""
     if isinstance(node, Tensor):
         return _instead(attack, attacks, key, node)
     value = _instead(attack, attacks, key, node.value)
@@ -128,16 +128,16 @@ def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor
     return Mean(value, torch.where(attacks, node.weight * attack.weight, node.weight))
 
 
-def _instead(attack: Attack, attacks: Tensor, key: Tensor, said: Tree) -> Tree:
+def _instead(attack: Attack, attacks: Tensor, key: Tensor, message: Tree) -> Tree:
     if attack.alone is None:
-        return said
-    numbers = tree.as_real(said)
+        return message
+    numbers = tree.as_real(message)
     lies = tree.map(lambda lie, honest: lie.to(honest.dtype), attack.alone(numbers, key), numbers)
-    return tree.where(attacks, tree.from_real(lies, said), said)
+    return tree.where(attacks, tree.from_real(lies, message), message)
 
 
-def _told(told: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:
-    return _instead(attack, state.attacks, state.key, told(state.own))
+def _lie_for_good(of: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:
+    return _instead(attack, state.attacks, state.key, of(state.inner))
 
 
 def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
@@ -168,11 +168,11 @@ def _only_changes(attack: Attack) -> str:
     )
 
 
-def _agreed(attack: Attack, found: RowsOf) -> RowsOf:
-    wrong = torch.isin(found.ids, torch.tensor(attack.clients, dtype=torch.int64))
+def _agreed(attack: Attack, rows: RowsOf) -> RowsOf:
+    wrong = torch.isin(rows.ids, torch.tensor(attack.clients, dtype=torch.int64))
     if not bool(wrong.any()) or bool(wrong.all()):
-        return found
-    return found._replace(message=tree.map(partial(_replaced, attack, wrong), found.message, is_leaf=(Mean, Sum)))
+        return rows
+    return rows._replace(message=tree.map(partial(_replaced, attack, wrong), rows.message, is_leaf=(Mean, Sum)))
 
 
 def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:

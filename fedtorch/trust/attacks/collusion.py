@@ -50,7 +50,9 @@ def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack
 def inner_product_manipulation(clients: Sequence[int], epsilon: float) -> Attack:
     """Say −εμ, against the direction in which the honest clients go."""
     return Attack(
-        tuple(clients), "inner_product_manipulation", together=lambda honest, own: _all(own, -epsilon * honest.mean(0))
+        tuple(clients),
+        "inner_product_manipulation",
+        together=lambda honest, colluding: _all(colluding, -epsilon * honest.mean(0)),
     )
 
 
@@ -67,24 +69,24 @@ def usual_z(clients: int, attackers: int) -> float:
     return NormalDist().inv_cdf(min(max(part, 1e-3), 1 - 1e-3))
 
 
-def _all(own: Tensor, said: Tensor) -> Tensor:
-    return said.expand(len(own), *said.shape)
+def _all(colluding: Tensor, message: Tensor) -> Tensor:
+    return message.expand(len(colluding), *message.shape)
 
 
 def _sd(honest: Tensor) -> Tensor:
     return honest.std(0, correction=0)
 
 
-def _a_little(z: float | None, honest: Tensor, own: Tensor) -> Tensor:
-    z = usual_z(len(honest) + len(own), len(own)) if z is None else z
-    return _all(own, honest.mean(0) - z * _sd(honest))
+def _a_little(z: float | None, honest: Tensor, colluding: Tensor) -> Tensor:
+    z = usual_z(len(honest) + len(colluding), len(colluding)) if z is None else z
+    return _all(colluding, honest.mean(0) - z * _sd(honest))
 
 
-def _min_max(honest: Tensor, own: Tensor) -> Tensor:
+def _min_max(honest: Tensor, colluding: Tensor) -> Tensor:
     mean, direction = honest.mean(0), -_sd(honest)
     reach, away = torch.cdist(honest, honest).max(), mean - honest
     # |away_i + γ·direction|² ≤ reach² for all i: the smallest of the larger roots.
     square = direction.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
     half, rest = away @ direction, away.square().sum(1) - reach.square()
     roots = (-half + (half.square() - square * rest).clamp(min=0).sqrt()) / square
-    return _all(own, mean + roots.min().clamp(min=0) * direction)
+    return _all(colluding, mean + roots.min().clamp(min=0) * direction)

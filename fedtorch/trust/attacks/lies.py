@@ -32,17 +32,17 @@ from fedtorch.trust.attacks.attack import Attack
 
 def sign_flip(clients: Sequence[int], scale: float = 1.0) -> Attack:
     """Say minus `scale` times what it would say."""
-    return Attack(tuple(clients), "sign_flip", alone=lambda said, key: tree.scale(said, -scale))
+    return Attack(tuple(clients), "sign_flip", alone=lambda message, key: tree.scale(message, -scale))
 
 
 def noise(clients: Sequence[int], sd: float) -> Attack:
     """Add independent normal noise to every number."""
-    return Attack(tuple(clients), "noise", alone=lambda said, key: tree.add(said, _normal(said, key, sd)))
+    return Attack(tuple(clients), "noise", alone=lambda message, key: tree.add(message, _normal(message, key, sd)))
 
 
 def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
     """Do no work and says zeros: no change. With `sd` it hides behind normal noise (disguised free riding)."""
-    return Attack(tuple(clients), "free_rider", alone=lambda said, key: _normal(said, key, sd))
+    return Attack(tuple(clients), "free_rider", alone=lambda message, key: _normal(message, key, sd))
 
 
 def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack:
@@ -50,7 +50,7 @@ def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack
     return Attack(
         tuple(clients),
         "denial_of_service",
-        alone=lambda said, key: tree.map(lambda leaf: torch.full_like(leaf, value), said),
+        alone=lambda message, key: tree.map(lambda leaf: torch.full_like(leaf, value), message),
     )
 
 
@@ -59,10 +59,10 @@ def claimed_rows(clients: Sequence[int], factor: float) -> Attack:
     return Attack(tuple(clients), "claimed_rows", weight=factor)
 
 
-def _normal(said: Tree, key: Tensor, sd: float) -> Tree:
+def _normal(message: Tree, key: Tensor, sd: float) -> Tree:
     """Draw normal numbers in the structure of what is said, a key for every leaf and client."""
     drawn = [
         sd * random.normal(random.fold_in(key, number), tuple(leaf.shape[1:]), leaf.dtype)
-        for number, leaf in enumerate(tree.leaves(said))
+        for number, leaf in enumerate(tree.leaves(message))
     ]
-    return tree.refill(said, drawn)
+    return tree.refill(message, drawn)

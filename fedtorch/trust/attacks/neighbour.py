@@ -41,12 +41,12 @@ class Quadratics(NamedTuple):
         return (apart[0] + apart[1]).argsort()
 
 
-def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Quadratics:
+def local_problem(models: Tensor, neighbour: Tensor, lr: float, coupling: float) -> Quadratics:
     """Recover a node's local problem from the models that it and its only neighbour told each other.
 
     Args:
-        told: `(T + 1, d)` the node's models w_0 … w_T.
-        heard: `(T, d)` what the neighbour had told before each step.
+        models: `(T + 1, d)` the node's models w_0 … w_T.
+        neighbour: `(T, d)` what the neighbour had told before each step.
         lr: η.
         coupling: αA of the edge.
 
@@ -64,15 +64,15 @@ def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Qu
     >>> found.q.round(decimals=3), found.linear.round(decimals=3)
     (tensor([[2.]], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    if told.ndim != 2 or heard.shape != (len(told) - 1, told.shape[1]) or not lr > 0:
+    if models.ndim != 2 or neighbour.shape != (len(models) - 1, models.shape[1]) or not lr > 0:
         raise ValueError(
-            f"Expected models (T + 1, d), the neighbour's (T, d) and a positive lr, but got {tuple(told.shape)}, "
-            f"{tuple(heard.shape)} and {lr}"
+            f"Expected models (T + 1, d), the neighbour's (T, d) and a positive lr, but got {tuple(models.shape)}, "
+            f"{tuple(neighbour.shape)} and {lr}"
         )
-    w, other = told.to(torch.float64), heard.to(torch.float64)
+    w, other = models.to(torch.float64), neighbour.to(torch.float64)
     half = -w.diff(dim=0) / (2 * lr) - coupling * (w[:-1] - other)  # Q w_t − q
     centre = w[:-1].mean(0)
-    design = torch.cat([w[:-1] - centre, torch.ones(len(heard), 1, dtype=torch.float64)], 1)
+    design = torch.cat([w[:-1] - centre, torch.ones(len(neighbour), 1, dtype=torch.float64)], 1)
     fitted = torch.linalg.lstsq(design, half, driver="gelsd").solution
     matrix = (fitted[:-1] + fitted[:-1].T) / 2
     return Quadratics(matrix, matrix @ centre - fitted[-1])
@@ -107,4 +107,4 @@ def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) ->
     standard = (x - centre) / scale
     gram = standard.T @ standard / len(x) + ridge * torch.eye(x.shape[1], dtype=torch.float64)
     coefficients = torch.linalg.solve(gram, standard.T @ (s - level) / len(x))
-    return lambda told: level + (told.to(torch.float64) - centre) / scale @ coefficients
+    return lambda models: level + (models.to(torch.float64) - centre) / scale @ coefficients

@@ -35,12 +35,12 @@ from fedtorch.trust.attacks._search import least
 from fedtorch.trust.attacks.inversion import Inversion
 
 
-def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
-    """Wrap a node's half so that it shows every message to `heard`, and does what it did.
+def tapped(half: Half, observe: Callable[[Name, Tree, bool], Any]) -> Half:
+    """Wrap a node's half so that it shows every message to `observe`, and does what it did.
 
     Args:
         half: from `fedtorch.vfl.nodes.iteration.server_half` or `party_half`.
-        heard: (the other node, message, whether it was sent by this node) -> anything.
+        observe: (the other node, message, whether it was sent by this node) -> anything.
 
     >>> import torch
     >>> from fedtorch.protocol.halves import Receive, Send, together
@@ -60,9 +60,9 @@ def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
     def show(step: Send | Receive) -> Half:
         answer = yield step
         if isinstance(step, Send):
-            heard(step.to, step.message, True)
+            observe(step.to, step.message, True)
         else:
-            heard(step.sender, answer, False)
+            observe(step.sender, answer, False)
         return answer
 
     return wrapped(half, show)

@@ -145,11 +145,11 @@ def soul(
         for _ in range(inner):
             thetas = move(thetas)
         z, gamma = _ascend(model, batch, thetas, z, gamma, rate(i))
-    kept = []
+    draws_of_chain = []
     for _ in tracked(range(keep), "Langevin chains, draws", unit="draw", shown=progress):
         thetas = move(thetas)
-        kept.append(thetas)
-    draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))
+        draws_of_chain.append(thetas)
+    draws = tuple(torch.cat(chain, 1) for chain in zip(*draws_of_chain))
     if not all(bool(part.isfinite().all()) for part in (*draws, *z)):
         raise FloatingPointError(f"Expected finite draws, but the Langevin chains diverge; take step below {step}")
     return SoulFit(gamma, tuple(z), draws)

@@ -103,7 +103,7 @@ class Stacked(nn.Module):
         copies = [functional.parameters(_initialised(module, key)) for key in keys]
         self.names, self.row_dims, self.size = list(copies[0]), row_dims, len(keys)
         self.weights = nn.ParameterList([torch.stack([c[name] for c in copies]) for name in self.names])
-        self.own = list(self.names)
+        self.trained_names = list(self.names)
         # In a list, so that the template's own parameters are not registered.
         self._template = [copy.deepcopy(module).requires_grad_(False)]
         self._swap = functional.Swap(self._template[0], self.names)
@@ -139,7 +139,7 @@ class Stacked(nn.Module):
         if any(buffer.device != x.device for buffer in template.buffers()):
             template.to(x.device)
             self._swap = functional.Swap(template, self.names)
-        trained = dict(zip(self.own, self.weights))
+        trained = dict(zip(self.trained_names, self.weights))
         weights = [(trained if replaced is None or n not in replaced else replaced)[n] for n in self.names]
         call = vmap(
             self._one, in_dims=(0 if x.ndim == self.row_dims + 2 else None, *(0 for _ in weights)),
@@ -160,9 +160,9 @@ class Stacked(nn.Module):
 
     def release(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Give up weights, which `forward` expects as `replaced` from then on."""
-        trained = dict(zip(self.own, self.weights))
-        self.own = [name for name in self.own if name not in names]
-        self.weights = nn.ParameterList([trained[name] for name in self.own])
+        trained = dict(zip(self.trained_names, self.weights))
+        self.trained_names = [name for name in self.trained_names if name not in names]
+        self.weights = nn.ParameterList([trained[name] for name in self.trained_names])
         return {name: trained[name].detach() for name in names}
 
     def _one(self, x: Tensor, *weights: Tensor) -> Tensor:

@@ -81,13 +81,13 @@ class Clock:
         for j in range(len(self.parties)):
             if j not in self._under_way:
                 self._under_way[j] = self._begun(j, now)
-        heard = [j for j, sent in sorted(self._under_way.items()) if sent.due <= now]
-        for j in heard:
+        arrived = [j for j, sent in sorted(self._under_way.items()) if sent.due <= now]
+        for j in arrived:
             self.server.values[j] = self._under_way[j].value
         if any(value is None for value in self.server.values):
             return torch.tensor([], dtype=torch.int64), Traffic(0, 0)
-        up = sum(wire.size(self._under_way[j].value) for j in heard)
-        return torch.tensor(heard, dtype=torch.int64), Traffic(up, self._answered(now, heard))
+        up = sum(wire.size(self._under_way[j].value) for j in arrived)
+        return torch.tensor(arrived, dtype=torch.int64), Traffic(up, self._answered(now, arrived))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what a resumed run needs besides the nodes' own states."""
@@ -117,9 +117,9 @@ class Clock:
         next(half)
         return _Sent(due, sent.message, half)
 
-    def _answered(self, now: int, heard: Sequence[int]) -> int:
+    def _answered(self, now: int, arrived: Sequence[int]) -> int:
         """Evaluate the likelihood at all last values, and answer those that were heard; return the bytes."""
-        down, ranks = 0, [j + 1 for j in heard]
+        down, ranks = 0, [j + 1 for j in arrived]
         drawn = self.server.draw(Iteration(step=now))
         for step in protocol_of(self.server).server(self.server, drawn, ranks, None):
             assert isinstance(step, Send)

@@ -290,7 +290,7 @@ def unbound_half(
         if party.takes_part(iteration):
             proposal = party.propose(iteration)
             yield Send(0, _value(party, iteration, proposal), summed=summed)
-            party.heard = True
+            party.has_sent = True
             waiting.append((number, iteration, proposal))
         while waiting and waiting[0][0] <= number - delay:
             yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
@@ -341,7 +341,7 @@ def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps
         _check_clocked(party, iteration)
         proposal = party.propose(iteration)
         yield Send(0, _value(party, iteration, proposal), summed=summed)
-        party.heard = True
+        party.has_sent = True
         if not bool((yield Receive(0, _MORE)).more):
             return
         yield from protocol_of(party).party(party, proposal, iteration.rate, local_steps)
@@ -385,7 +385,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
     every = range(1, len(server.values) + 1)
     here: set[int] = set()  # parties that wait for an answer
-    heard: list[list[int]] = []
+    answered_in: list[list[int]] = []
     for tick in ticks:
         _check_clocked(server, tick)
         drawn, away = server.draw(tick), tuple(rank for rank in every if rank not in here)
@@ -396,7 +396,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
         here.update(came.messages)
         complete = all(value is not None for value in server.values)
         answered = sorted(here) if complete else []
-        heard.append([rank - 1 for rank in answered])
+        answered_in.append([rank - 1 for rank in answered])
         if complete:
             for rank in answered:
                 yield Send(rank, _MORE)
@@ -406,7 +406,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
         if rank not in here:  # its value comes to nothing
             yield Receive(rank, server.expected(rank - 1, server.draw(Iteration())))
         yield Send(rank, More(torch.zeros_like(_MORE.more)))
-    return heard
+    return answered_in
 
 
 def _check_clocked(node: ServerNode | PartyNode, iteration: Iteration) -> None:

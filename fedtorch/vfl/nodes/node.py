@@ -55,14 +55,14 @@ class Iteration(NamedTuple):
     active: Sequence[bool] | None = None  # which parties take part; all by default
     step: int = 0
 
-    def taking_part(self, heard: Sequence[bool]) -> list[bool]:
-        """Return which parties take part, given from which of them the server has `heard` before.
+    def taking_part(self, has_sent: Sequence[bool]) -> list[bool]:
+        """Return which parties take part, given which of them have sent a value before.
 
         Raises:
             ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
         """
-        active = [True] * len(heard) if self.active is None else list(self.active)
-        if not all(active) and (self.rows is not None or not all(a or known for a, known in zip(active, heard))):
+        active = [True] * len(has_sent) if self.active is None else list(self.active)
+        if not all(active) and (self.rows is not None or not all(a or known for a, known in zip(active, has_sent))):
             raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
         return active
 
@@ -205,7 +205,7 @@ class PartyNode(_Node):
         per_row: whether the bound is divided by the weights' sum; as at the server.
 
     Attributes:
-        heard: whether the server has heard of this party.
+        has_sent: whether this party has sent a value to the server.
         history: a digest of all messages that `party_half` has received for this party, in their order; part of its
             state, so that a party that goes back to an earlier state goes back to the history of then.
 
@@ -228,7 +228,7 @@ class PartyNode(_Node):
     tensor([[0.4000]])
     """
 
-    heard = False
+    has_sent = False
     history = bytes(32)
 
     def check(self, data: VerticalData) -> None:
@@ -241,7 +241,7 @@ class PartyNode(_Node):
 
     def takes_part(self, iteration: Iteration) -> bool:
         """Return whether this party takes part; raises like `Iteration.taking_part`."""
-        return iteration.taking_part([self.heard] * len(self.model.predictors))[self.index - 1]
+        return iteration.taking_part([self.has_sent] * len(self.model.predictors))[self.index - 1]
 
     def propose(self, iteration: Iteration) -> Proposal:
         """Draw θ_j and z_j, and compute what this party contributes."""
@@ -289,17 +289,17 @@ class PartyNode(_Node):
 
     def start(self) -> bytes:
         """Return a digest of the parameters as they are, without those of single rows, keys and what it was told."""
-        own = {name: leaf for name, leaf in self.part.named_parameters() if not name.startswith("groups.z.")}
-        plain = {name: leaf.detach().cpu() + 0.0 for name, leaf in own.items()}  # -0 is 0
+        trained = {name: leaf for name, leaf in self.part.named_parameters() if not name.startswith("groups.z.")}
+        plain = {name: leaf.detach().cpu() + 0.0 for name, leaf in trained.items()}  # -0 is 0
         return hashlib.sha256(wire.encode(plain)).digest()
 
     def messages(self) -> dict[str, Tensor]:
-        """Return whether the server has heard of this party, and the history of what the party has heard."""
-        return {"heard": torch.tensor(self.heard), "history": torch.tensor(list(self.history), dtype=torch.uint8)}
+        """Return whether this party has sent a value, and the history of the messages that it has received."""
+        return {"has_sent": torch.tensor(self.has_sent), "history": torch.tensor(list(self.history), dtype=torch.uint8)}
 
     def load_messages(self, flat: Mapping[str, Tensor]) -> None:
         """Replace what `messages` returned."""
-        self.heard, self.history = bool(flat["heard"]), bytes(flat["history"].tolist())
+        self.has_sent, self.history = bool(flat["has_sent"]), bytes(flat["history"].tolist())
 
 
 class ServerNode(_Node):
@@ -368,8 +368,8 @@ class ServerNode(_Node):
     def messages(self) -> dict[str, Tensor]:
         """Return the last messages of all parties, with which an iteration without some of them goes on."""
         flat: dict[str, Tensor] = {}
-        for name, kept in (("values", self.values), ("answers", self.answers)):
-            for j, message in enumerate(kept):
+        for name, messages in (("values", self.values), ("answers", self.answers)):
+            for j, message in enumerate(messages):
                 fields = {} if message is None else message._asdict()
                 flat |= {f"{name}.{j}.{field}": leaf for field, leaf in fields.items() if leaf is not None}
         return flat

@@ -91,8 +91,8 @@ class NodesRun(VerticalRun):
 
     def _iterate(self, number: int) -> Iterated:
         if self.clock is not None:
-            heard, moved = self.clock.tick(number)
-            return Iterated(self._report(), heard, *moved)
+            arrived, moved = self.clock.tick(number)
+            return Iterated(self._report(), arrived, *moved)
         known = self.iteration(number)
         traffic = exchange(self.server, self.parties, known, local_steps=self.local_steps)
         everybody = torch.arange(len(self.parties))
@@ -133,8 +133,10 @@ class NodesRun(VerticalRun):
         mine = [Iteration(step=self.number) if clocked else self.iteration(self.number)]
         halves = {0: server_half(self.server, mine, tick=_TICK if clocked else None)}
         for party in self.parties:
-            own = (Iteration(step=step) for step in itertools.count(self.number)) if clocked else mine
-            halves[party.index] = party_half(party, own, self.local_steps, clocked=clocked, accept_disclosure=True)
+            iterations = (Iteration(step=step) for step in itertools.count(self.number)) if clocked else mine
+            halves[party.index] = party_half(
+                party, iterations, self.local_steps, clocked=clocked, accept_disclosure=True
+            )
         return halves
 
     def _report(self) -> dict[str, Tensor]:

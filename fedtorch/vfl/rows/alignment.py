@@ -261,12 +261,12 @@ class Holder:
             raise ValueError(
                 f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
             )
-        own = sorted(shared.nonzero()[:, 0].tolist(), key=lambda row: self.identifiers[row])
+        order = sorted(shared.nonzero()[:, 0].tolist(), key=lambda row: self.identifiers[row])
         if set(needed) < set(members):
-            secrets.SystemRandom().shuffle(own)
+            secrets.SystemRandom().shuffle(order)
         for name in members:
-            yield Send(name, Positions(places[name][own]), rows=True)
-        return torch.tensor(own)
+            yield Send(name, Positions(places[name][order]), rows=True)
+        return torch.tensor(order)
 
     def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
         return self._secret.exchange(ec.ECDH(), point)
@@ -292,8 +292,8 @@ def intersect(
     halves = {leader: leads.leading(members, required)}
     halves |= {name: Holder(identifiers[name], name).following(leader) for name in members}
     rows, traffic = together(halves)
-    own = [leads.identifiers[row] for row in rows[leader].tolist()]
-    order = sorted(range(len(own)), key=own.__getitem__)
+    shared = [leads.identifiers[row] for row in rows[leader].tolist()]
+    order = sorted(range(len(shared)), key=shared.__getitem__)
     return Intersection(tuple(rows[name][order] for name in identifiers), sum(traffic))
 
 

@@ -69,8 +69,8 @@ class DailyLimit:
         bucket = Bucket(Rate(self.a_day, self.a_day / _DAY))
         try:
             if self.path.exists():
-                kept = files.read_json(self.path)
-                bucket.level, bucket.at = min(float(kept["left"]), self.a_day), float(kept["at"])
+                saved = files.read_json(self.path)
+                bucket.level, bucket.at = min(float(saved["left"]), self.a_day), float(saved["at"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"Expected a count of identifiers in {self.path}, but got something else: {error}"

@@ -52,7 +52,7 @@ def test_draws_have_the_density_of_the_model(name: str) -> None:
     estimate = (SITES * PRECISIONS).sum() / weight
     scatter = torch.tensor([[(PRECISIONS * (SITES - float(estimate)) ** 2).sum()]]).double()
     clients = torch.full((1, 1), 3.0).double()
-    heard = scales.Heard(*(part.expand(chains, 1) for part in (clients, weight, estimate, scatter)))
+    heard = scales.ScaleStatistics(*(part.expand(chains, 1) for part in (clients, weight, estimate, scatter)))
     keys = random.fold_in(random.fold_in(random.key(3), torch.arange(21))[:, None], torch.arange(chains))
 
     def step(precision: torch.Tensor, t: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_scales_that_nobody_knows_stay_finite() -> None:
     components = global_priors.gaussian().components({})
     for count in (1.0, 3.0):
         one = torch.ones(4, 2).double()
-        heard, precision = scales.Heard(count * one[:, :1], one, one, 0 * one), one
+        heard, precision = scales.ScaleStatistics(count * one[:, :1], one, one, 0 * one), one
         for t in range(30):
             keys = random.fold_in(random.fold_in(random.key(5), t), torch.arange(4))
             precision = scales.draw(heard, precision, components, keys)

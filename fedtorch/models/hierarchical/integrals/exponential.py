@@ -93,8 +93,8 @@ def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor)
     """Return a block's rows with their columns in this order; raise as `rows.observations` and the family."""
     rows, mask = observations(data, features, family.extras), data.mask
     x = rows.x if bool((order == torch.arange(features)).all()) else rows.x[..., order.to(rows.x.device)]
-    response, found = family.response(rows, mask) * mask, family.likely(rows)
-    likely, constant = (None, torch.zeros_like(response)) if found is None else found
+    response, peak = family.response(rows, mask) * mask, family.likely(rows)
+    likely, constant = (None, torch.zeros_like(response)) if peak is None else peak
     times = mask if rows.weight is None else rows.weight * mask
     response = response * times
     if likely is not None:

@@ -91,16 +91,16 @@ def integral(
         if rule is None:
             parts.append(local.laplace())
             continue
-        found, rough = local.corrected(rule, exact)
+        first, rough = local.corrected(rule, exact)
         if fewer is not None and directions and bool(rough.any()):
-            found = _anew(local, found, rough, rule, exact, fewer, directions)
-        parts.append(found)
+            first = _anew(local, first, rough, rule, exact, fewer, directions)
+        parts.append(first)
     return Integral(*(torch.cat(each, 1) for each in zip(*parts)))
 
 
 def _anew(
     local: _Local,
-    found: Integral,
+    first: Integral,
     rough: Tensor,
     rule: QuadratureRule,
     exact: bool,
@@ -117,10 +117,10 @@ def _anew(
     better = some.sliced(lambda problem, prior: integral(problem, prior, smaller, exact, fewer, directions - 1))
     asked = rough[clients].gather(1, which)
     parts = []
-    for old, new in zip(found, better, strict=True):
+    for old, new in zip(first, better, strict=True):
         mine, place = old[clients], which.view(*which.shape, *[1] * (old.ndim - 2)).expand_as(new)
-        kept = asked.view(*asked.shape, *[1] * (old.ndim - 2)) & new.isfinite()
-        parts.append(old.index_copy(0, clients, mine.scatter(1, place, new.where(kept, mine.gather(1, place)))))
+        finite = asked.view(*asked.shape, *[1] * (old.ndim - 2)) & new.isfinite()
+        parts.append(old.index_copy(0, clients, mine.scatter(1, place, new.where(finite, mine.gather(1, place)))))
     return Integral(*parts)
 
 
@@ -145,11 +145,11 @@ class _Local(NamedTuple):
     def laplace(self) -> Integral:
         pull = (self.half.mT @ self.at.gradient[..., None])[..., 0]
         evidence = self.log_joint(torch.zeros_like(self.at.u)[..., None, :0])[..., 0] + 0.5 * pull.square().sum(-1)
-        evidence = evidence.masked_fill(~self.found(), torch.nan)
+        evidence = evidence.masked_fill(~self.converged(), torch.nan)
         mean = self.at.u + (self.half @ pull[..., None])[..., 0]
         return Integral(evidence + self.lost, mean, self.half @ self.half.mT)
 
-    def found(self) -> Tensor:
+    def converged(self) -> Tensor:
         """Return where the expansion is about a mode, or nearly, `(K, R)`."""
         pull = (self.half.mT @ self.at.gradient[..., None])[..., 0]
         return pull.square().sum(-1) < _MODE
@@ -221,11 +221,11 @@ class _Local(NamedTuple):
             if not inner.shape[-1]:
                 value = log_likelihood(problem.family, problem.data, mean)
                 return value.reshape(t.shape), middle, middle.new_zeros(*t.shape, 1, 1)
-            found = rest(problem, White(mean, many))
-            moved, spread = (part.unflatten(1, t.shape[1:]) for part in found[1:])
+            integrated = rest(problem, White(mean, many))
+            moved, spread = (part.unflatten(1, t.shape[1:]) for part in integrated[1:])
             turn = beside[:, :, None]
             mean = middle + (turn @ moved[..., None])[..., 0]
-            return found.log_evidence.reshape(t.shape), mean, turn @ spread @ turn.mT
+            return integrated.log_evidence.reshape(t.shape), mean, turn @ spread @ turn.mT
 
         sd = (self.half.mT @ direction[..., None])[..., 0].norm(dim=-1)
         return Integral(*mixture(at, (self.at.u * direction).sum(-1), sd))
@@ -275,8 +275,8 @@ class _Local(NamedTuple):
             evidence = evidence + 0.5 * beside.mean.square().sum(-1)
             mean, covariance = beside.joined(self, mean, covariance)
         rough = self.rough(mean, covariance, spread)
-        found = self.found()
-        evidence, rough = evidence.masked_fill(~found, torch.nan), rough & found
+        converged = self.converged()
+        evidence, rough = evidence.masked_fill(~converged, torch.nan), rough & converged
         mean = self.at.u + (self.half @ mean[..., None])[..., 0]
         return Integral(evidence, mean, self.half @ covariance @ self.half.mT), rough
 
@@ -326,10 +326,10 @@ class _Beside(NamedTuple):
         change = _between(problem, torch.maximum(self.third * away + self.widened, _LOWEST * self.second), local.whole)
         inner, across = change[..., :fixed, :fixed], change[..., :fixed, fixed:]
         inner = inner + torch.eye(fixed, dtype=inner.dtype, device=inner.device)
-        own = torch.linalg.inv_ex(inner).inverse
-        gain = own @ across
+        corner = torch.linalg.inv_ex(inner).inverse
+        gain = corner @ across
         beside = -gain @ covariance
-        top = torch.cat([own - beside @ gain.mT, beside], -1)
+        top = torch.cat([corner - beside @ gain.mT, beside], -1)
         if problem.powers is not None:  # else these are of the same order, but need sums of too many products
             skew = cubic(problem.data.counted(self.third * 1.0) @ problem.powers[0], local.whole).mT
             top = top + 0.5 * (skew[..., :fixed, :] * twice(local.whole)) @ skew.mT

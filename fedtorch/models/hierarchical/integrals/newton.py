@@ -90,8 +90,8 @@ def minimised(
             return ended
         state = state._replace(done=last)
         if only is not None and derivatives is None and 4 * left <= 3 * len(last):
-            kept = (~last).nonzero()[:, 0]
-            ids, state, step, gain = ids[kept], tree.take(state, kept), step[kept], gain[kept]
+            going = (~last).nonzero()[:, 0]
+            ids, state, step, gain = ids[going], tree.take(state, going), step[going], gain[going]
             slopes = partial(differentiated, only(ids))
         trial = torch.where(state.done[:, None], state.at, state.at - step)
         state = state.after(trial, slopes(trial), gain)
@@ -114,16 +114,16 @@ class _State(NamedTuple):
     done: Tensor  # (M,)
 
     @staticmethod
-    def of(at: Tensor, found: tuple[Tensor, Tensor, Tensor], metric: Tensor) -> _State:
-        value, gradient, curvature = found
-        own = curvature.diagonal(dim1=-2, dim2=-1).abs()
-        scale = torch.where((own > 0) & own.isfinite(), own, metric.diagonal(dim1=-2, dim2=-1))
+    def of(at: Tensor, derivatives: tuple[Tensor, Tensor, Tensor], metric: Tensor) -> _State:
+        value, gradient, curvature = derivatives
+        size = curvature.diagonal(dim1=-2, dim2=-1).abs()
+        scale = torch.where((size > 0) & size.isfinite(), size, metric.diagonal(dim1=-2, dim2=-1))
         never = torch.zeros_like(value, dtype=torch.bool)
         return _State(at, value, gradient, curvature, scale, torch.zeros_like(value), never.long(), never)
 
-    def after(self, trial: Tensor, found: tuple[Tensor, Tensor, Tensor], gain: Tensor) -> _State:
+    def after(self, trial: Tensor, derivatives: tuple[Tensor, Tensor, Tensor], gain: Tensor) -> _State:
         """Return the state after the evaluation of a step that foretells a gain."""
-        value, gradient, curvature = found
+        value, gradient, curvature = derivatives
         fine = value.isfinite() & gradient.isfinite().all(1) & curvature.isfinite().all((1, 2))
         near = gain <= _NEAR * (1 + self.value.abs())  # values tell rounding from here on
         good = fine & ((value <= self.value) | near) & ~self.done
@@ -132,8 +132,8 @@ class _State(NamedTuple):
         more = (self.damping * _GROWTH).clamp(min=_FIRST)
         damping = torch.where(share > _GOOD, less, self.damping)
         damping = torch.where(good & ~(share < _POOR), damping, more)
-        own = curvature.diagonal(dim1=-2, dim2=-1).abs()
-        mine = (trial, value, gradient, curvature, torch.maximum(self.scale, own))
+        size = curvature.diagonal(dim1=-2, dim2=-1).abs()
+        mine = (trial, value, gradient, curvature, torch.maximum(self.scale, size))
         at, value, gradient, curvature, scale = tree.where(good, mine, self[:5])
         return _State(at, value, gradient, curvature, scale, damping, self.close + near, self.done)
 

@@ -249,9 +249,9 @@ def conditional(
         gradient = (half.mT @ gradient[..., None])[..., 0] - u
         return value - 0.5 * u.square().sum(-1), gradient, half.mT @ information @ half + eye
 
-    found = integrated(log_joint, (mean, root, given), size, rule, slopes, rows.x.shape[1])
-    after = Moments(mean + (root @ found.mean[..., None])[..., 0], root @ found.covariance @ root.mT)
-    evidence = found.log_factor - size / 2 * math.log(2 * math.pi)
+    integral = integrated(log_joint, (mean, root, given), size, rule, slopes, rows.x.shape[1])
+    after = Moments(mean + (root @ integral.mean[..., None])[..., 0], root @ integral.covariance @ root.mT)
+    evidence = integral.log_factor - size / 2 * math.log(2 * math.pi)
     return Conditional(evidence, lambda weights: derivatives(mean, covariance, after, weights), lambda: after)
 
 

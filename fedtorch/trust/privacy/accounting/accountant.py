@@ -99,14 +99,14 @@ def epsilon(
         True
     """
     check_rounds(rounds)
-    return _said("epsilon", spent({Release(noise, sampling_rate, mechanism): rounds}, delta))
+    return _warned("epsilon", spent({Release(noise, sampling_rate, mechanism): rounds}, delta))
 
 
-def _said(what: str, found: float) -> float:
+def _warned(what: str, value: float) -> float:
     """Return a result, of which a warning says so if it is a bound."""
-    if isinstance(found, UpperBound):
-        _LOG.warning("%s: %s, for the tight value would take too long", what, found)
-    return found
+    if isinstance(value, UpperBound):
+        _LOG.warning("%s: %s, for the tight value would take too long", what, value)
+    return value
 
 
 def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE, most: int = _MOST) -> float:
@@ -204,10 +204,10 @@ def _composed(releases: Mapping[Release, int], interval: float) -> Callable[[flo
 def _epsilon_at(way: Any, delta: float) -> float:
     """Return the ε of a distribution at δ; where e^−ε is below the smallest numbers, by halving from above."""
     with np.errstate(over="ignore"):
-        found = float(way.get_epsilon_for_delta(delta))
+        epsilon = float(way.get_epsilon_for_delta(delta))
     low, high = 0.0, 1000.0
-    if found < math.inf or way.get_delta_for_epsilon(high) > delta:
-        return found
+    if epsilon < math.inf or way.get_delta_for_epsilon(high) > delta:
+        return epsilon
     while high - low > _CLOSE:
         middle = (low + high) / 2
         low, high = (low, middle) if way.get_delta_for_epsilon(middle) <= delta else (middle, high)
@@ -285,7 +285,7 @@ def noise_for(
         enough, less = (unknown[0], less) if spends <= epsilon else (enough, unknown[0])
         rough = cost(unknown[0], ROUGH, _ROUGHLY)
         scale = spends / rough if 0 < spends < rough < math.inf else 1.0
-    return _said("noise_for", kind(high))
+    return _warned("noise_for", kind(high))
 
 
 def _bracket(enough: Callable[[float], bool]) -> tuple[float, float]:

@@ -65,8 +65,8 @@ def _lstm(
     gates: Tensor, states: Sequence[Tensor], w: Tensor, b: Tensor | None, projection: Tensor | None
 ) -> list[Tensor]:
     h, c = states
-    let_in, kept, new, let_out = (gates + F.linear(h, w, b)).chunk(4, -1)
-    c = torch.sigmoid(kept) * c + torch.sigmoid(let_in) * torch.tanh(new)
+    let_in, forget, new, let_out = (gates + F.linear(h, w, b)).chunk(4, -1)
+    c = torch.sigmoid(forget) * c + torch.sigmoid(let_in) * torch.tanh(new)
     h = torch.sigmoid(let_out) * torch.tanh(c)
     return [h if projection is None else F.linear(h, projection), c]
 

@@ -130,7 +130,7 @@ class PrivateLoss(StackedLoss):
         self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Return every example's gradients `(K, B, ...)` of each tensor, and its loss, `(K, B)`."""
-        one = lambda own, row: self._of_example(own, row, index)
+        one = lambda weights, row: self._of_example(weights, row, index)
         with nullcontext() if key is None else KeyedRandomness(key):
             return self._each(grad_and_value(one), (None, 0), key)(tuple(values), rows)
 
@@ -206,9 +206,9 @@ class PrivateLoss(StackedLoss):
     ) -> None:
         """Find out the shapes of the layers' outputs for one example."""
 
-        def one(own: Sequence[Tensor], row: Tree) -> Tensor:
-            with LayerRecorder(layers, self._named(own), {}, {}) as recorder:
-                loss = self._of_example(own, row, index)
+        def one(weights: Sequence[Tensor], row: Tree) -> Tensor:
+            with LayerRecorder(layers, self._named(weights), {}, {}) as recorder:
+                loss = self._of_example(weights, row, index)
             self._shapes = recorder.shapes
             return loss
 
@@ -216,9 +216,9 @@ class PrivateLoss(StackedLoss):
         with torch.no_grad(), nullcontext() if key is None else KeyedRandomness(key):
             self._each(one, (None, 0), key)(tuple(values), first)
 
-    def _of_example(self, own: Sequence[Tensor], row: Tree, index: int) -> Tensor:
+    def _of_example(self, weights: Sequence[Tensor], row: Tree, index: int) -> Tensor:
         """Return the loss of one example by itself, so that it cannot depend on others."""
-        return self.single(own, tree.map(lambda leaf: leaf[None], row), None, index)[0]
+        return self.single(weights, tree.map(lambda leaf: leaf[None], row), None, index)[0]
 
     def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
         """Map `one` over all clients and their examples."""
@@ -286,8 +286,8 @@ def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
     """Sum share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; a share of 0 leaves g_i out, also if not finite."""
     gradient = _wide(gradient)
     share = share.to(gradient.dtype)
-    kept = torch.where(tree.along(share > 0, gradient), gradient, 0.0).flatten(2)
-    return (share[:, None] @ kept)[:, 0].reshape(gradient.shape[0], *gradient.shape[2:])
+    counted = torch.where(tree.along(share > 0, gradient), gradient, 0.0).flatten(2)
+    return (share[:, None] @ counted)[:, 0].reshape(gradient.shape[0], *gradient.shape[2:])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def refuse_layers(module: nn.Module) -> None:
 
 def suspects(module: nn.Module) -> list[str]:
     """Return a clause for each layer whose settings mix examples where these come first, as in most modules."""
-    found = []
+    refused = []
     for name, part in module.named_modules():
         setting, advice = "", ""
         if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
@@ -38,8 +38,8 @@ def suspects(module: nn.Module) -> list[str]:
         elif isinstance(part, nn.Flatten) and part.start_dim == 0:
             setting, advice = "start_dim=0", "set start_dim=1"
         if setting:
-            found.append(f"{type(part).__name__} with {setting} (layer {name!r}): {advice}")
-    return found
+            refused.append(f"{type(part).__name__} with {setting} (layer {name!r}): {advice}")
+    return refused
 
 
 def _faults(part: nn.Module) -> Iterator[tuple[str, str]]:
@@ -74,17 +74,17 @@ class Faults(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[tuple[str, str], None] = {}
+        self.operations: dict[tuple[str, str], None] = {}
 
     def named(self) -> list[str]:
         """Return a clause for each of them."""
-        return [f"{what}: {advice}" for what, advice in self.found]
+        return [f"{what}: {advice}" for what, advice in self.operations]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for what, advice in _faults_of_call(func, args, kwargs or {}):
-            self.found[f"{func.__name__} {what}", advice] = None
+            self.operations[f"{func.__name__} {what}", advice] = None
         return func(*args, **(kwargs or {}))
 
 

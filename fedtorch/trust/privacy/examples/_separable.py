@@ -178,9 +178,9 @@ def _point(loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: T
         with faults:
             whole = [_batch_gradient(loss, [v[k] for v in values], each, _of(key, k)) for k, each in enumerate(rows)]
     if some:
-        kept = [torch.where(tree.along(taken, leaf), leaf.to(torch.float64), 0.0) for leaf in examples]
+        counted = [torch.where(tree.along(taken, leaf), leaf.to(torch.float64), 0.0) for leaf in examples]
         wholes = [[w.to(torch.float64) for w in each] for each in whole]
-        return _Point(loss, values, rows, taken, key, wholes, kept, math.sqrt(precision.eps), faults)
+        return _Point(loss, values, rows, taken, key, wholes, counted, math.sqrt(precision.eps), faults)
     if all(bool(leaf.isfinite().all()) for each in whole for leaf in each):
         raise _mixing(loss, faults)
     return None

@@ -64,8 +64,8 @@ def private_projection(features: Tensor, private: Tensor) -> Tensor:
     x, s = (part.to(torch.float64) - part.to(torch.float64).mean(0) for part in (features, private))
     cross = x.T @ s / len(x)
     basis, sizes, _ = torch.linalg.svd(cross, full_matrices=False)
-    kept = basis[:, sizes > _ROUNDING * x.norm() * s.norm() / len(x)]
-    return torch.eye(x.shape[1], dtype=torch.float64) - kept @ kept.T
+    dominant = basis[:, sizes > _ROUNDING * x.norm() * s.norm() / len(x)]
+    return torch.eye(x.shape[1], dtype=torch.float64) - dominant @ dominant.T
 
 
 def reconstruction_error(features: Tensor, private: Tensor, map: Tensor) -> float:

@@ -178,9 +178,9 @@ def _play(
             theirs.step()
         encoding.zero_grad()
         z = encoder(x) + noise[0]
-        kept = heads[1].information(z, y)
-        missing = information - float(kept.detach())
-        (heads[0].information(z, s) - max(0.0, price + _STIFF * missing) * kept).backward()
+        retained = heads[1].information(z, y)
+        missing = information - float(retained.detach())
+        (heads[0].information(z, s) - max(0.0, price + _STIFF * missing) * retained).backward()
         encoding.step()
         price = max(0.0, price + _LEARNT * missing)
         for schedule in schedules:

@@ -56,7 +56,7 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
     """Show the algorithm its total with noise only.
 
     Args:
-        algorithm: with `told`, which `check_total` lets pass.
+        algorithm: with `clipped_total`, which `check_total` lets pass.
         clip: the bound C on the norm of what a client tells for good, its counts left out.
         noise: in units of C.
         spending: where noise comes from.
@@ -65,16 +65,16 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
         ValueError: where clients answer, counts that are not 0 or 1.
     """
     assert algorithm.told is not None
-    told = algorithm.told._replace(
+    clipped_total = algorithm.told._replace(
         of=partial(_clipped, algorithm.told, clip, spending.release.mechanism), averages=Averages.NONE, anew=False
     )
-    clipped = dataclasses.replace(algorithm, told=told)
+    clipped = dataclasses.replace(algorithm, told=clipped_total)
     report = algorithm.report
     return dataclasses.replace(
         clipped,
         init=partial(_init, clipped),
         outbox=lambda state: algorithm.outbox(state.inner),
-        server=partial(_server, algorithm, told.counts, clip * noise, spending),
+        server=partial(_server, algorithm, clipped_total.counts, clip * noise, spending),
         report=None if report is None else lambda state: report(state.inner),
     )
 

@@ -131,12 +131,12 @@ def replaced_rows(
         raise ValueError(f"Expected a ratio of at least 1, but got {ratio}")
     entropy = from_system() if entropy is None else entropy
     draws = entropy.uniforms(_purpose("rows", entropy), 2 * len(labels)).reshape(2, -1).to(labels.device)
-    kept = draws[0] < -math.expm1(-epsilon) / (-math.expm1(-epsilon) + classes * ratio * math.exp(-epsilon))
-    released = torch.where(kept, labels, (draws[1] * classes).long())
+    truthful = draws[0] < -math.expm1(-epsilon) / (-math.expm1(-epsilon) + classes * ratio * math.exp(-epsilon))
+    released = torch.where(truthful, labels, (draws[1] * classes).long())
     instead = made_up(released, partial(entropy.uniforms, _purpose("made up", entropy)))
     if instead.shape != features.shape:
         raise ValueError(f"Expected made-up features {tuple(features.shape)}, but got {tuple(instead.shape)}")
-    return torch.where(kept[:, None], features, instead.to(features)), released
+    return torch.where(truthful[:, None], features, instead.to(features)), released
 
 
 def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
@@ -170,10 +170,10 @@ def _normal(means: Tensor, roots: Tensor, labels: Tensor, uniforms: Uniforms) ->
     return means[classes] + (roots[classes] @ noise[..., None])[..., 0]
 
 
-def label_frequencies(told: Tensor, classes: int, epsilon: float) -> Tensor:
+def label_frequencies(randomised: Tensor, classes: int, epsilon: float) -> Tensor:
     """Estimate frequencies `(K,)` of the true labels from randomised ones, without bias; some may be below zero."""
     keep, other = keeping(epsilon, classes)
-    frequencies = torch.bincount(told.flatten(), minlength=classes).to(torch.float64) / told.numel()
+    frequencies = torch.bincount(randomised.flatten(), minlength=classes).to(torch.float64) / randomised.numel()
     return (frequencies - other) / (keep - other)
 
 

@@ -113,12 +113,12 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
         variance = module.likelihood.noise.to(torch.float64)
     rest = statistics.count * _variance(gp) - statistics.gram.diagonal(dim1=1, dim2=2).sum(1)
     constant = statistics.count * (2 * math.pi * variance).log() + (statistics.power + rest.clamp(min=0)) / variance
-    own = gp.own_moments({name: gp.values[name] for name in gp.own})  # what the module has, nothing of the rows
+    moments = gp.own_moments({name: gp.values[name] for name in gp.own})  # what the module has, nothing of the rows
     contribution = Contribution(
         pack(statistics.gram / variance),
         statistics.cross / variance,
         -0.5 * constant,
-        own.expand(len(constant), -1),
+        moments.expand(len(constant), -1),
         torch.ones_like(constant),
     )
     return _Released(tree.to(contribution, y.dtype), data.count)
