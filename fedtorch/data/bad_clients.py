@@ -49,7 +49,7 @@ class BadColumn(TypeError):
 
 
 def without_rows(error: BaseException, doing: str = "") -> str:
-    """Return what an error, or one that it was raised from, tells without rows, else only its kind.
+    """Return the message without rows of an error or its causes, else only its kind.
 
     Args:
         error: whose own message may have rows in it.

@@ -34,7 +34,7 @@ Notes = dict[str, Tensor]
 
 
 def noted(data: FederatedData | FederatedLoaders, clients: int | None = None) -> Notes:
-    """Return what is noted of the first `clients` of some data, default all: how many rows, and digests of them.
+    """Return the numbers of rows and their digests of the first `clients` of some data, default all.
 
     Returns:
         `counts` `(K,)`; of rows in memory `digests` `(K,)` and `spread` `()` too.

@@ -94,7 +94,7 @@ def _generators(loader: Any) -> list[Any]:
 
 
 def _restore(generator: Any) -> Callable[[], Any]:
-    """Return what puts a generator back to where it is now."""
+    """Return a function that restores a generator's present state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, np.random.Generator):

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class Diagnostics(NamedTuple):
-    """Hold what ArviZ says of draws, `(q,)` each."""
+    """ArviZ's diagnostics of draws, `(q,)` each."""
 
     r_hat: Tensor
     ess: Tensor
 
 
 class Estimates(NamedTuple):
-    """Hold the posterior of `q` named quantities, at nodes or as draws; a point estimate is a single node."""
+    """The posterior of `q` named quantities, at nodes or as draws; a point estimate is a single node."""
 
     names: tuple[str, ...]
     nodes: Tensor  # (R, q)

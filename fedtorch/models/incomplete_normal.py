@@ -30,14 +30,14 @@ _AT_ONCE = 2**22  # numbers of the rows' own matrices that are gathered at once
 
 
 class Normal(NamedTuple):
-    """Hold a multivariate normal distribution of covariates and response, the response last."""
+    """A multivariate normal distribution of covariates and response, the response last."""
 
     mean: Tensor  # (p + 1,)
     covariance: Tensor  # (p + 1, p + 1)
 
 
 class SiteNormal(NamedTuple):
-    """Hold a normal distribution of rows whose mean differs by site.
+    """A normal distribution of rows whose mean differs by site.
 
     >>> import torch
     >>> SiteNormal(torch.zeros(2), torch.eye(2), torch.ones(2)).between  # of the sites' means
@@ -50,7 +50,7 @@ class SiteNormal(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Hold a block's rows with their patterns of missing cells, of which client k has those with `rows` above 0."""
+    """Rows of a block by patterns of missing cells; client k has the patterns with `rows` above 0."""
 
     values: Tensor  # (K, N, p), zero where missing
     observed: Tensor  # (K, N, p) bool

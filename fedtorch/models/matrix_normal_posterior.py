@@ -53,7 +53,7 @@ from fedtorch.models.low_rank import LowRank
 
 
 class Units(NamedTuple):
-    """Hold what some of the units know: their statistics and their own part of Ω; in the letters of the text above."""
+    """Statistics of some units and their own part of Ω, in the notation above."""
 
     statistics: SufficientStatistics
     noise: Tensor  # (K,) σ²
@@ -62,7 +62,7 @@ class Units(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Hold what is known of the factors that all units share."""
+    """The posterior of the factors that all units share."""
 
     inner: Tensor  # (r d, r d) Cholesky factor of C⁻¹
     shared: Tensor  # (r, d) Ẑ
@@ -70,14 +70,14 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Hold sums over units, of which the factors are known."""
+    """Sums over units that determine the factors."""
 
     informed: Tensor  # (r d, r d) Σ f f' ⊗ M
     right: Tensor  # (r d,) Σ f ⊗ A b
 
 
 class Averaged(NamedTuple):
-    """Hold sums over units, of which the mean of their coefficients is known."""
+    """Sums over units that determine the mean of their coefficients."""
 
     means: Tensor  # (d,)
     unshared: Tensor  # (d, d) covariances without what units share
@@ -85,7 +85,7 @@ class Averaged(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Hold what each unit's rows say given the factors."""
+    """Terms of each unit given the factors."""
 
     alone: Tensor  # (K, d, d) B
     reach: Tensor  # (K, d, d) A
@@ -103,7 +103,7 @@ def _parts(units: Units) -> _Parts:
 
 
 def sums(units: Units) -> Sums:
-    """Return what the factors are known of; sums of several holders of units are added up."""
+    """Return the sums that determine the factors; those of several holders of units add up."""
     parts, factor = _parts(units), units.factor
     (_, d), r = parts.cross.shape, factor.shape[1]
     pairs = (factor[:, :, None] * factor[:, None]).flatten(1)

@@ -169,7 +169,7 @@ class OwnEncoder(Encoder):
 
 
 def factory(encoder: EncoderFactory | nn.Module | None) -> EncoderFactory:
-    """Return what makes encoders: of a user's module copies of it, of None perceptrons of 16 hidden units."""
+    """Return a factory of encoders: copies of a user's module, or perceptrons of 16 hidden units for None."""
     if isinstance(encoder, nn.Module):
         return partial(OwnEncoder, copy.deepcopy(encoder))
     return encoder or perceptron()

@@ -246,7 +246,7 @@ def _moved(
 
 
 class _Evaluated(NamedTuple):
-    """A rule's nodes, the log of cavity times factor over the rule's own density there, and what else was told."""
+    """A rule's nodes, the log of cavity times factor over the rule's own density there, and further values."""
 
     at: Tensor  # (K, R, s)
     ratio: Tensor  # (K, R)
@@ -260,7 +260,7 @@ def _evaluated(
     mean: Tensor,
     root: Tensor,
 ) -> _Evaluated:
-    """Return what a factor tells at the rule's nodes for N(mean, root root')."""
+    """Evaluate a factor at the rule's nodes for N(mean, root root')."""
     across = rule.nodes.mT.expand(len(mean), -1, -1)
     at = torch.baddbmm(mean[:, :, None], root, across).mT  # of which each coordinate is contiguous
     log_factor, values = factor(at)

@@ -37,7 +37,7 @@ _INSTEAD = f"{_MISSING}, or in every round by imputation.imputing"
 
 
 class Observations(NamedTuple):
-    """Hold the rows of a regression, float64, all zero where there is no row."""
+    """Rows of a regression, float64, all zero where there is no row."""
 
     x: Tensor  # (K, N, d)
     y: Tensor  # (K, N)

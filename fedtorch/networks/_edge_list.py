@@ -204,7 +204,7 @@ def _as_weight(value: Any, edge: tuple[Hashable, Hashable], attribute: str) -> f
 
 
 def of_neighbours(neighbours: Any) -> tuple[Tensor, int]:
-    """Return pairs of nodes and whom they have chosen, `(n, k)` with −1 for nobody, and how many nodes there are."""
+    """Return pairs (node, chosen neighbour) of `(n, k)` choices, −1 for none, and the number of nodes."""
     chosen = torch.as_tensor(neighbours, dtype=torch.int64, device="cpu")
     if chosen.ndim != 2:
         raise ValueError(f"Expected a row of neighbours for each node, (n, k), but got shape {tuple(chosen.shape)}")

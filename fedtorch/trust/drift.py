@@ -27,7 +27,7 @@ __all__ = ["DriftAlarm"]
 
 
 def training_loss(round: Round) -> float | None:
-    """Return the mean training loss of the clients that answered; None where none is told.
+    """Return the mean training loss of the clients that answered; None where clients send none.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -41,7 +41,7 @@ def training_loss(round: Round) -> float | None:
 
 
 class DriftAlarm:
-    """A recorder that says when a run's model gets worse: `ft.run(..., record=DriftAlarm(...))`.
+    """A recorder that warns when a run's model gets worse: `ft.run(..., record=DriftAlarm(...))`.
 
     Args:
         measure: a round -> what to watch, higher is worse, such as the error on rows that have come in lately; None for
@@ -112,7 +112,7 @@ class DriftAlarm:
         self.alarm(f"Drift in round {number}: {value:g}, where {before}")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what it has seen, flat."""
+        """Return its state, flat."""
         numbers = [self._count, self._mean, self._sum, self._least]
         return {
             "numbers": torch.tensor(numbers, dtype=torch.float64),

@@ -107,7 +107,7 @@ class StackedEarlyStopping(L.Callback):
         self._count = 0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Keep what is best so far."""
+        """Keep the best weights of each element so far."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         losses = pl_module.validation_losses.detach()
@@ -131,11 +131,11 @@ class StackedEarlyStopping(L.Callback):
             self._weights = {name: weight.to(device) for name, weight in self._weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is best so far, for Lightning's checkpoints."""
+        """Return the best weights and losses so far, for Lightning's checkpoints."""
         return {"best": self.best, "epoch": self.epoch, "weights": self._weights, "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` said."""
+        """Restore what `state_dict` returned."""
         self.best, self.epoch = state_dict["best"], state_dict["epoch"]
         self._weights, self._count = state_dict["weights"], state_dict["count"]
 
@@ -177,7 +177,7 @@ class TrainerRun(VerticalRun):
         key: Tensor | None = None,
         noise: bool = True,
     ) -> Tensor:
-        """Return what `SplitNetwork.predict` does."""
+        """Predict by the network, see `SplitNetwork.predict`."""
         return self.network.predict(features, draws=draws, key=key, noise=noise)
 
     def _iterate(self, number: int) -> Never:

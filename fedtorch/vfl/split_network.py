@@ -322,7 +322,7 @@ class SplitNetwork(L.LightningModule):
         return self.server.q["theta"]["mean"].detach().unsqueeze(1)
 
     def predict_step(self, data: VerticalData, index: int) -> Tensor:
-        """Return what `predict` says of a batch."""
+        """Predict a batch, see `predict`."""
         return self.predict(data.features)
 
 

@@ -1,4 +1,4 @@
-"""What a site tells of its columns: limits that are its own, and what it has told before.
+"""A site's limits on answers about its columns, and the log of its answers.
 
 What a site has said of a column it says again, to the bit, and with one minimum for good: two answers that differ, by
 rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
@@ -34,7 +34,7 @@ class Refused(ValueError):
 
 
 class Disclosure(NamedTuple):
-    """Limits what a site tells for a formula."""
+    """Limits on a site's answers about a formula."""
 
     minimum: int = 10  # rows, at least, that are behind any number or name that it tells
     columns: tuple[str, ...] | None = None  # that a formula may read; None for all but those of clients and persons
@@ -67,7 +67,7 @@ class Disclosure(NamedTuple):
 
 
 class AnswerLog:
-    """What a site has told.
+    """Answers that a site has given, kept so that a repeated question gets the same answer.
 
     Args:
         folder: of the site's states, where it is kept; None keeps it as long as this object.
@@ -102,7 +102,7 @@ class AnswerLog:
         return before["answer"]
 
     def has_told(self, what: str) -> bool:
-        """Return whether something was told."""
+        """Return whether an answer of this name was given."""
         with self._lock():
             return self._read()["answers"].get(what, {"answer": None})["answer"] is not None
 

@@ -1,4 +1,4 @@
-"""The server's side: ask sites about the columns of a formula, and make a design of what they tell.
+"""The server's side: ask sites about the columns of a formula, and make a design from their answers.
 
 The conversation is a generator: it yields a question for all sites, is given their answers by name, and returns the
 design. Questions and answers are JSON.
@@ -129,7 +129,7 @@ class SiteAnswers(NamedTuple):
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})  # declared, by column
 
     def scale(self, quantity: Quantity) -> Scale:
-        """Return mean and sd of all rows of the sites that tell their histogram, as round numbers.
+        """Return mean and sd over all sites with a histogram, as round numbers.
 
         Raises:
             ValueError: no site does, or they do not vary.
@@ -139,7 +139,7 @@ class SiteAnswers(NamedTuple):
         return rounded(scale_of_sums(quantity.name, rows(parts), mean, squares))
 
     def rows(self, quantity: Quantity) -> int:
-        """Return how many rows the sites have that tell their histogram."""
+        """Return the number of rows of the sites with a histogram."""
         return rows(self._histograms(quantity))
 
     def has_histogram(self, quantity: Quantity) -> bool:
@@ -166,7 +166,7 @@ class SiteAnswers(NamedTuple):
         return polynomial_of_sums(variable, scale, numpy.array(sums))
 
     def levels(self, column: str, other: str | None) -> Levels:
-        """Return the levels that any site tells, and `other`.
+        """Return the levels that any site names, and `other`.
 
         Raises:
             ValueError: they are fewer than two.
@@ -271,7 +271,7 @@ def conversation(request: Request | Design) -> Conversation:
 
 
 def _described(request: Request) -> Conversation:
-    """Return the design that follows from what sites tell."""
+    """Return the design that follows from the sites' answers."""
     formula, declared = request.check(), request.declared()
     question = {
         "step": "describe",
@@ -306,7 +306,7 @@ def agreed(request: Request, sites: Mapping[str, Answers]) -> Design:
 
 
 def _as_sent(value: Any) -> Any:
-    """Return what arrives where a value is sent as JSON."""
+    """Return a value after a round trip through JSON."""
     return json.loads(json.dumps(value))
 
 
@@ -322,7 +322,7 @@ def _check_answers(answers: Mapping[str, Any], formula: str) -> None:
 
 
 def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], known: SiteAnswers) -> Design:
-    """Return the design of what sites have told."""
+    """Return the design that the sites' answers determine."""
     text = known.text(declared)
     needs = requirements(formula, {*text, *declared})
     for column in text:
@@ -356,7 +356,7 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
 
 
 def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], known: SiteAnswers) -> Scale | None:
-    """Return the scale of a response less its offsets; None where no site tells of it, as where it does not vary.
+    """Return the scale of a response less its offsets; None without a site's histogram, as where it does not vary.
 
     Its sd is the response's alone. A histogram of the difference would be a second one of the same rows, and which
     offsets make it is for who asks to say.

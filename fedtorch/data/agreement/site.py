@@ -74,7 +74,7 @@ class Answers:
             return {"refused": without_rows(error, "the site failed with ")}
 
     def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the site tells of the columns of a formula."""
+        """Return histograms and levels of the columns of a formula."""
         formula = self._formula(_checked(question, "formula", str))
         minimum = _checked(question, "minimum", int)
         declared, also = (_texts(question, name) for name in ("declared", "also"))
@@ -97,7 +97,7 @@ class Answers:
         }
 
     def make(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a design to make rows by, and say how many they are."""
+        """Accept a design, and return how many rows the site has for it."""
         text = _checked(question, "design", str)
         try:
             design = Design.from_json(text)
@@ -135,7 +135,7 @@ class Answers:
             )
 
     def _histogram(self, column: str, minimum: int) -> list[Any] | None:
-        """Return the histogram of a column as it was told before, or as it is.
+        """Return the histogram of a column: the one given before, or that of its values.
 
         Beside the names of its common levels, its counts would be those of the others.
         """

@@ -140,7 +140,7 @@ class Design:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Return what numbers are centred and scaled by, where these are the round numbers that clients agree on.
+        """Return the means and sds by which columns are standardised, where clients have agreed on them.
 
         >>> encoding = Encoding(standard={"age": Scale(50.0, 10.0)}, response=Scale(1.234567, 2.0))
         >>> Design("y ~ age", encoding).constants

@@ -46,7 +46,7 @@ class Requirements(NamedTuple):
 
 
 def requirements(formula: Formula, factors: Collection[str]) -> Requirements:
-    """Return what an encoding needs.
+    """Return the statistics that an encoding of a formula needs.
 
     Args:
         formula: as `parse` read it.
@@ -85,7 +85,7 @@ def declared_levels(column: str, names: Any) -> Levels:
 
 
 def unordered_response(formula: Formula, levels: Levels | None) -> None:
-    """Refuse a response of more than two levels of which nobody has said the order.
+    """Refuse a response of more than two levels without a declared order.
 
     Args:
         formula: of the response.

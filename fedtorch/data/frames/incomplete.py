@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Incomplete(NamedTuple):
-    """Hold rows with missing cells.
+    """Rows with missing cells.
 
     >>> incomplete_cells(torch.tensor([[1.0, 5.0], [torch.nan, 6.0]])).observed
     tensor([[ True,  True],
@@ -49,7 +49,7 @@ def incomplete_cells(cells: Tensor) -> Incomplete:
 
 
 class Absent(NamedTuple):
-    """Hold how many cells of some clients' rows are missing, or were before they were completed or left out."""
+    """Numbers of missing cells of clients' rows, before rows were completed or left out."""
 
     columns: tuple[str, ...]
     names: tuple[str, ...]  # of the clients
@@ -58,7 +58,7 @@ class Absent(NamedTuple):
 
 
 def absent(data: Any) -> Absent:
-    """Return what is missing in the rows of federated data."""
+    """Count the missing cells in the rows of federated data."""
     lacking = _lacking(data.rows)
     columns = data.features if len(data.features) == lacking.shape[1] else tuple(map(str, range(lacking.shape[1])))
     counted = torch.cat([lacking, lacking.any(1, keepdim=True)], 1).cpu().to(torch.float64)

@@ -74,7 +74,7 @@ class GivenF(NamedTuple):
 
 
 class DeepPosterior(NamedTuple):
-    """Hold what a unit's q says of its outputs, and how far q is from the prior."""
+    """Predictive moments of a unit's outputs under q, and the divergence of q from the prior."""
 
     mean: Tensor  # (S, N) of f_m, by draw of the inner layers
     variance: Tensor  # (S, N)
@@ -231,7 +231,7 @@ class DeepGP(nn.Module):
         self.register_buffer("nodes", _normal_nodes(layers - 1, dims).to(inducing))
 
     def forward(self, x: Tensor) -> DeepPosterior | Tensor:
-        """Return what q says of the outputs at x `(N, d)`: in training for `loss`, else their means `(N,)`."""
+        """Return the outputs at x `(N, d)`: in training a `DeepPosterior` for `loss`, else means `(N,)`."""
         if not self.training:
             return self._outputs(x).mean
         noise = torch.randn(self.draws, len(x), len(self.inner), x.shape[-1], dtype=x.dtype, device=x.device)

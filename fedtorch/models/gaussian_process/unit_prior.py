@@ -21,7 +21,7 @@ from fedtorch.models.gaussian_process._units import IN_SCALES, UnitModel
 
 
 class UnitPrior(NamedTuple):
-    """Hold a multivariate t distribution of φ = mean + root · w."""
+    """A multivariate t distribution of φ = mean + root · w."""
 
     mean: Tensor  # (D,)
     root: Tensor  # (D, D) lower

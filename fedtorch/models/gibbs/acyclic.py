@@ -42,7 +42,7 @@ _NUMBERS = 400_000  # residuals that are computed side by side
 
 @tells(Learns("sums of products of all columns of a site: of fewer rows than columns, the rows"))
 class Messages(NamedTuple):
-    """What a site says of every set S of causes of each variable, for T values of τ; summed over sites."""
+    """Log evidence of every set S of causes of each variable, for T values of τ; summed over sites."""
 
     constant: Tensor  # (..., p, S, T)
     shift: Tensor  # (..., p, S, T, d)

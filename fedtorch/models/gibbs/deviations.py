@@ -25,7 +25,7 @@ Noise = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Deviation:
-    """Hold a prior of deviations.
+    """A prior of deviations.
 
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.

@@ -46,7 +46,7 @@ Sums = dict[str, tuple[Tensor, ...]]
 
 
 class Newcomer(NamedTuple):
-    """Hold what is known of the coefficients of a client without rows, a normal density for each draw of the others."""
+    """Normal densities of the coefficients of a client without rows, one for each draw of the others."""
 
     mean: Tensor  # (S, d)
     variance: Tensor  # (S, d)

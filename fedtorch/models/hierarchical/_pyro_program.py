@@ -16,7 +16,7 @@ _SAME = 1e-9  # relative: densities that differ by less are the same
 
 
 class Sites(NamedTuple):
-    """Hold a model's latent variables: name, map to the support, shape in unconstrained coordinates."""
+    """A model's latent variables: name, map to the support, shape in unconstrained coordinates."""
 
     each: tuple[tuple[str, Any, torch.Size], ...]
 
@@ -94,7 +94,7 @@ def _latent(sites: Sites, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> str:
-    """Return why a client's rows cannot be observed, as far as one φ and θ in the middle of its support show it.
+    """Return the reason why a client's rows cannot be observed, at one φ and θ amid its support; None if they can.
 
     >>> import pyro
     >>> def model(phi, y):

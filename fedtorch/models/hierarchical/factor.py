@@ -247,7 +247,7 @@ def _tilted(parts: _Parts, cavity: Moments, data: Any) -> tuple[Nodes, Given]:
 
 
 def _factor(parts: _Parts, given: Given, data: Any, zeta: Tensor) -> tuple[Tensor, Conditional]:
-    """Return the evidence at ζ with μ integrated out, and what else the likelihood says there."""
+    """Return the log evidence at ζ with μ integrated out, and the conditional factor."""
     inner, log_noise = parts.split(zeta)
 
     def spelled() -> tuple[Tensor, Tensor]:
@@ -258,7 +258,7 @@ def _factor(parts: _Parts, given: Given, data: Any, zeta: Tensor) -> tuple[Tenso
 
 
 def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
-    """Return what the likelihood says at φ = (μ, ζ)."""
+    """Return the likelihood's conditional factor at φ = (μ, ζ)."""
     means = parts.hierarchy.mean.to(phi)
     mu, zeta = phi.split([means.shape[1], phi.shape[-1] - means.shape[1]], -1)
     inner, log_noise = parts.split(zeta)
@@ -278,7 +278,7 @@ def _mixed(parts: _Parts, weights: Tensor, conditional: Conditional, zeta: Tenso
 
 
 def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
-    """Return what a step of expectation maximisation from the prior's mean needs of the devices."""
+    """Return the devices' sums for a step of expectation maximisation from the prior's mean."""
     features, m = parts.hierarchy.mean.shape
     start = gaussian.moments(prior.completed())
     zero = start.mean.new_zeros(())

@@ -37,7 +37,7 @@ class Family(NamedTuple):
 
 
 class Ordered(NamedTuple):
-    """Hold the levels of an ordered response, and its thresholds as what coefficients say of them.
+    """Levels of an ordered response, and their thresholds as functions of coefficients.
 
     >>> ordered = Ordered.of(["1", "2", "3"], ["Intercept", "age", "2|3 - 1|2"])
     >>> ordered.names

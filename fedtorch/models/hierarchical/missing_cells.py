@@ -47,7 +47,7 @@ _FAMILIES = {"gaussian": GAUSSIAN, "logistic": LOGISTIC, "binomial": LOGISTIC, "
 
 
 class _Data(NamedTuple):
-    """Hold the rows that have a response, zero where there is none."""
+    """Rows that have a response, zero where there is none."""
 
     rows: smooth.Rows
     y: Tensor  # (K, N)

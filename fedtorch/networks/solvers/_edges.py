@@ -40,7 +40,7 @@ class EdgeProblem:
         return w[self.first] - w[self.second]
 
     def gathered(self, first: Tensor, second: Tensor) -> Tensor:
-        """Sum over each node's edges of what they say to their first and to their second node, `(n, d)`."""
+        """Sum over each node's edges the values for their first and for their second node, `(n, d)`."""
         total = torch.zeros_like(self.problem.cross).index_add_(0, self.first, first)
         return total.index_add_(0, self.second, second)
 

@@ -160,7 +160,7 @@ class Monitor:
         return within(optimality, self.tolerance, self.problem.cross) if self.tolerance else optimality == 0
 
     def broken(self) -> bool:
-        """Say that the solver cannot go on; True."""
+        """Record a breakdown; return True."""
         self.reason = "breakdown"
         return True
 

@@ -1,4 +1,4 @@
-"""Searches by L-BFGS for the rows that would have said what was told."""
+"""Searches by L-BFGS for rows that reproduce an observed message."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Attack:
 
     @property
     def stage(self) -> Stage:
-        """Return the innermost, for an attack is what clients say."""
+        """Return the innermost stage: attacks replace the client's message."""
         return Stage.LOCAL
 
     def __call__(self, algorithm: Algorithm) -> Algorithm:
@@ -88,7 +88,7 @@ def _attacked(attack: Attack, algorithm: Algorithm) -> Algorithm:
 
 
 class _Marked(NamedTuple):
-    """Hold an inbox, and who attacks."""
+    """An inbox, and which clients attack."""
 
     inbox: Tree
     attacks: Tensor  # (K,) bool

@@ -37,7 +37,7 @@ from fedtorch.trust.attacks.attack import Attack
 
 
 def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack:
-    """Say μ − zσ.
+    """Send μ − zσ.
 
     Args:
         clients: who colludes, by number.
@@ -48,7 +48,7 @@ def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack
 
 
 def inner_product_manipulation(clients: Sequence[int], epsilon: float) -> Attack:
-    """Say −εμ, against the direction in which the honest clients go."""
+    """Send −εμ, against the honest clients' direction."""
     return Attack(
         tuple(clients),
         "inner_product_manipulation",
@@ -57,7 +57,7 @@ def inner_product_manipulation(clients: Sequence[int], epsilon: float) -> Attack
 
 
 def min_max(clients: Sequence[int]) -> Attack:
-    """Say μ − γσ with the largest γ that does not stand out by its distances."""
+    """Send μ − γσ with the largest γ that does not stand out by its distances."""
     return Attack(tuple(clients), "min_max", together=_min_max)
 
 

@@ -1,4 +1,4 @@
-r"""Gradient and model inversion: rows that would have made what was told.
+r"""Gradient and model inversion: rows that reproduce an observed message.
 
 *Gradient inversion.* A linear layer with bias tells a row x of its own: the gradients of neuron i are δ_i x and δ_i, so
 that their ratio is x, and so is that of the changes after any number of steps on that one row (`linear_inputs`). For
@@ -32,7 +32,7 @@ Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
 
 
 class Inversion(NamedTuple):
-    """Hold what a search has found.
+    """Rows that a search has reconstructed.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ def gradient_inversion(
     iterations: int = 200,
     seed: int = 0,
 ) -> Inversion:
-    """Search for rows whose training changes a module as a client's message says.
+    """Search for rows whose training changes a module as a client's message does.
 
     Args:
         module: with the parameters that the client started from.

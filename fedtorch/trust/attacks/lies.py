@@ -31,7 +31,7 @@ from fedtorch.trust.attacks.attack import Attack
 
 
 def sign_flip(clients: Sequence[int], scale: float = 1.0) -> Attack:
-    """Say minus `scale` times what it would say."""
+    """Send minus `scale` times the honest message."""
     return Attack(tuple(clients), "sign_flip", alone=lambda message, key: tree.scale(message, -scale))
 
 
@@ -41,12 +41,12 @@ def noise(clients: Sequence[int], sd: float) -> Attack:
 
 
 def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
-    """Do no work and says zeros: no change. With `sd` it hides behind normal noise (disguised free riding)."""
+    """Send zeros, without any work: no change. With `sd` it hides behind normal noise (disguised free riding)."""
     return Attack(tuple(clients), "free_rider", alone=lambda message, key: _normal(message, key, sd))
 
 
 def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack:
-    """Say the same number everywhere: one that is none, infinity, or one that is large."""
+    """Send one number everywhere: NaN, infinity, or a large one."""
     return Attack(
         tuple(clients),
         "denial_of_service",
@@ -55,12 +55,12 @@ def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack
 
 
 def claimed_rows(clients: Sequence[int], factor: float) -> Attack:
-    """Say that it has `factor` times as many rows as it has: multiplies the weights of its `Mean`s."""
+    """Claim `factor` times as many rows as there are: multiply the weights of `Mean`s."""
     return Attack(tuple(clients), "claimed_rows", weight=factor)
 
 
 def _normal(message: Tree, key: Tensor, sd: float) -> Tree:
-    """Draw normal numbers in the structure of what is said, a key for every leaf and client."""
+    """Draw normal numbers in the structure of a message, a key for every leaf and client."""
     drawn = [
         sd * random.normal(random.fold_in(key, number), tuple(leaf.shape[1:]), leaf.dtype)
         for number, leaf in enumerate(tree.leaves(message))

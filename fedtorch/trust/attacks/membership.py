@@ -34,7 +34,7 @@ from fedtorch.trust.privacy.accounting.auditing import area, roc
 
 
 class Membership(NamedTuple):
-    """Hold attacks on S models about n rows.
+    """Membership attacks on S models about n rows.
 
     Example:
         >>> import torch
@@ -127,7 +127,7 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
 
 
 def _halves(seed: int, shadows: int, count: int) -> Tensor:
-    """Return who has seen which row `(S, n)`: a half of the rows each, in pairs that share nothing."""
+    """Return which model is trained on which row `(S, n)`: a half each, in pairs that share no row."""
     keys = random.fold_in(random.key(seed), torch.arange(shadows // 2))
     first = random.permutation(keys, count) < count // 2
     return torch.cat([first, ~first])

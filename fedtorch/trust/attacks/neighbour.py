@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Quadratics(NamedTuple):
-    """Hold local losses wᵀQw − 2qᵀw, up to a constant."""
+    """Local losses wᵀQw − 2qᵀw, up to a constant."""
 
     q: Tensor  # (..., d, d) Q, such as X'X/m
     linear: Tensor  # (..., d) q, such as X'y/m
@@ -42,7 +42,7 @@ class Quadratics(NamedTuple):
 
 
 def local_problem(models: Tensor, neighbour: Tensor, lr: float, coupling: float) -> Quadratics:
-    """Recover a node's local problem from the models that it and its only neighbour told each other.
+    """Recover a node's local problem from the models that it and its only neighbour exchanged.
 
     Args:
         models: `(T + 1, d)` the node's models w_0 … w_T.
@@ -79,7 +79,7 @@ def local_problem(models: Tensor, neighbour: Tensor, lr: float, coupling: float)
 
 
 def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) -> Callable[[Tensor], Tensor]:
-    """Learn a linear map from what nodes tell to their private attribute, from nodes whose attribute is known.
+    """Learn a linear map from nodes' messages to their private attribute, from nodes whose attribute is known.
 
     Args:
         models: `(m, D)` what they tell, for example their models side by side over some rounds.

@@ -1,4 +1,4 @@
-"""Privacy that is accounted for: what a run tells of one client or one example, and how it is bounded."""
+"""Privacy that is accounted for: bounds on what a run reveals of one client or one example."""
 
 from fedtorch._lazy import attach
 

@@ -15,7 +15,7 @@ Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1
 
 
 class LossCurve(NamedTuple):
-    """Hold δ(ε) of one release at whole multiples of an interval, for a unit that leaves or that comes."""
+    """δ(ε) of one release at whole multiples of an interval, for a unit that leaves or that comes."""
 
     lowest: int  # the first multiple
     deltas: np.ndarray  # (n,) not increasing

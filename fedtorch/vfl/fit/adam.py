@@ -1,4 +1,4 @@
-"""Adam for sampled bounds: it forgets gradients that block it; and what says whether it has arrived.
+"""Adam for sampled bounds: it forgets gradients that block it; and a measure of what drift is left.
 
 The first gradients of a bound may be many orders larger than all that follow, as those of counts are. Adam's second
 moments remember them for thousands of steps, in which nothing moves and the bound looks flat. Every hundred steps, a
@@ -56,7 +56,7 @@ class RestartingAdam(torch.optim.Adam):
 
 
 class Drift:
-    """Mean gradients, which say whether there is anything left to follow: those over some steps, in standard errors.
+    """Mean gradients over some steps in standard errors: large where parameters still drift.
 
     Args:
         leaves: parameters, `(B, ...)`.

@@ -152,7 +152,7 @@ class VerticalRun:
         return {name: scored(metric) for name, metric in stacked.items()}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what a checkpoint belongs to, by name."""
+        """Return the settings and parties that a checkpoint belongs to, by name."""
         known = {name: describe(value) for name, value in self.settings.items()}
         return {**known, "parties": describe(self.names)}
 
@@ -196,7 +196,7 @@ class VerticalRun:
         raise NotImplementedError
 
     def _state(self) -> dict[str, Tensor]:
-        """Return what changes from iteration to iteration, flat."""
+        """Return the state of the fit, flat."""
         raise NotImplementedError
 
     def _load(self, flat: Mapping[str, Tensor]) -> None:

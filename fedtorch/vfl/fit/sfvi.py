@@ -310,5 +310,5 @@ def sfvi(
 
 
 def _last_bound(fit: VariationalFit) -> dict[str, str]:
-    """Return what progress shows: the last mean bound, over the batch."""
+    """Return the last mean bound over the batch, for the progress line."""
     return {"bound": f"{float(fit.bounds[-1].mean()):.5g}"} if len(fit.bounds) else {}

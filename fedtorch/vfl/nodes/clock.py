@@ -73,7 +73,7 @@ class Clock:
         self._under_way: dict[int, _Sent] = {}
 
     def tick(self, now: int) -> tuple[Tensor, Traffic]:
-        """Do what is due in a tick; return the parties that were heard of, from 0 on, and the bytes that moved.
+        """Process a tick; return the parties whose values arrived, from 0 on, and the bytes that moved.
 
         Args:
             now: number of the tick, from 0 on, one after the other.
@@ -118,7 +118,7 @@ class Clock:
         return _Sent(due, sent.message, half)
 
     def _answered(self, now: int, arrived: Sequence[int]) -> int:
-        """Evaluate the likelihood at all last values, and answer those that were heard; return the bytes."""
+        """Evaluate the likelihood at all last values and answer the parties whose values arrived; return the bytes."""
         down, ranks = 0, [j + 1 for j in arrived]
         drawn = self.server.draw(Iteration(step=now))
         for step in protocol_of(self.server).server(self.server, drawn, ranks, None):

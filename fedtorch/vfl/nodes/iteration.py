@@ -272,7 +272,7 @@ def party_half(
 
 
 def _bound(party: PartyNode, start: bytes, step: Send | Receive) -> Half:
-    """Take a step of a party's half, which says in each message how it has begun and what it has been told so far."""
+    """Take a step of a party's half, binding each message to the party's start and the history of what it received."""
     if isinstance(step, Send):
         return (yield step._replace(bound=party.history, start=start))
     message = yield step
@@ -299,7 +299,7 @@ def unbound_half(
 
 
 def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value | Summand:
-    """Return what goes up; raise ValueError, before anybody has moved, if it is not finite.
+    """Return the party's message; raise ValueError, before any node has moved, if it is not finite.
 
     What is added up is looked at by the server: under masks others would see that this party has refused.
     """
@@ -320,7 +320,7 @@ def _check_finite(value: Tensor, name: str, iteration: Iteration) -> None:
 
 
 def _hear(server: ServerNode, rank: int, value: Value | Summand, iteration: Iteration) -> None:
-    """Take a party's value; raise ValueError, before anybody has moved, if a part of a sum is not finite."""
+    """Store a party's value; raise ValueError, before any node has moved, if a summand is not finite."""
     if isinstance(value, Summand):
         _check_finite(value.value, f"number {rank}", iteration)
     server.values[rank - 1] = value
@@ -336,7 +336,7 @@ def _finish(
 
 
 def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps: int, summed: bool) -> Half:
-    """Send values, each once the last is answered, until the server says that it is over."""
+    """Send values, each once the last is answered, until the server ends the protocol."""
     for iteration in iterations:
         _check_clocked(party, iteration)
         proposal = party.propose(iteration)
@@ -379,7 +379,7 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration], *, tick: fl
 
 
 def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> Half:
-    """Go on by the clock; return who was heard in each tick, and say at the end that it is over."""
+    """Run the ticks; return the parties answered in each, and end the protocol at every party."""
     expected.positive(tick=seconds)
     if protocol_of(server) is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")

@@ -112,7 +112,7 @@ class Drawn(NamedTuple):
 
 @without_rows
 class Proposal(NamedTuple):
-    """Results of a party in an iteration before it hears of the others, with a graph to its parameters."""
+    """A party's values in an iteration before the server's answer, with a graph to its parameters."""
 
     drawn: Drawn
     value: Tensor  # (B, M, C, n) what it contributes
@@ -288,7 +288,7 @@ class PartyNode(_Node):
         self.history = hashlib.sha256(self.history + kind + b"\0" + wire.encode(message)).digest()
 
     def start(self) -> bytes:
-        """Return a digest of the parameters as they are, without those of single rows, keys and what it was told."""
+        """Return a digest of the present parameters, without those of single rows, keys and received messages."""
         trained = {name: leaf for name, leaf in self.part.named_parameters() if not name.startswith("groups.z.")}
         plain = {name: leaf.detach().cpu() + 0.0 for name, leaf in trained.items()}  # -0 is 0
         return hashlib.sha256(wire.encode(plain)).digest()

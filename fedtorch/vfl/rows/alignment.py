@@ -73,7 +73,7 @@ _BLINDING = "Blinding identifiers"
 )
 @without_rows
 class Points(NamedTuple):
-    """Both ways: blinded identifiers, in an order that says nothing."""
+    """Both ways: blinded identifiers in random order."""
 
     x: Tensor  # (n, 32) uint8
 
@@ -190,7 +190,7 @@ class Holder:
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
     def digest(self, rows: Tensor) -> bytes:
-        """Return 32 bytes of the identifiers of rows in their order, the same at all parties that were told the same.
+        """Return 32 bytes of the identifiers of rows in their order, the same at all parties with the same rows.
 
         At the end of the `run=` of `fedtorch.sites.secure.masked_party` it makes the parties refuse a sum where a
         leader has told them different rows. Whoever reads their signed messages can test a guess of the whole list.

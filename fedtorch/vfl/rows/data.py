@@ -137,7 +137,7 @@ class VerticalData(_Fields):
         return mine._replace(weight=weight, present=present, weight_total=self.total)
 
     def known_to_parties(self, response: bool) -> list[VerticalData]:
-        """Return what each party may know, with the response or NaN instead of it."""
+        """Return each party's data: its features, and the response or NaN in its place."""
         response_or_nan = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
         split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
         return [
@@ -146,7 +146,7 @@ class VerticalData(_Fields):
         ]
 
     def known_to_server(self) -> VerticalData:
-        """Return what the server may know: everything but the features."""
+        """Return the server's data: everything but the features."""
         return self._replace(features=(), present=None)
 
     def check_known(self) -> None:

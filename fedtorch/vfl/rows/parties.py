@@ -235,7 +235,7 @@ def _filled(party: Party, rows: Tensor) -> Tensor:
 
 
 class LabelLeakageWarning(UserWarning):
-    """A party's feature says what the label is.
+    """A party's feature determines the label.
 
     >>> ill = torch.tensor([0.0, 1.0] * 20)
     >>> with warnings.catch_warnings():

@@ -59,7 +59,7 @@ class Expansion(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What the rows of `K` clients say of their last e coefficients."""
+    """The likelihood of the rows of `K` clients in their last e coefficients: columns and their products."""
 
     family: ExponentialFamily
     data: Rows
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
 
     @staticmethod
     def of(family: ExponentialFamily, data: Rows, uncertain: int) -> Problem:
-        """Return what these rows say of the last coefficients, so many."""
+        """Return the problem of these rows in the last `uncertain` coefficients."""
         data = data.trimmed()
         x = data.x[..., data.x.shape[-1] - uncertain :]
         powers = monomials(x) if 0 < uncertain <= _MOST and x.numel() * uncertain**3 <= _NUMBERS else None

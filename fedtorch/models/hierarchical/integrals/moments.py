@@ -315,7 +315,7 @@ class _Beside(NamedTuple):
         return _Beside(mean, slope, _between(problem, change, whole[..., fixed:]), second, third, 0.5 * fourth * every)
 
     def log_average(self, nodes: Tensor) -> Tensor:
-        """Return what averaging over the fixed effects adds to the log density at nodes `(J, c)`, `(K, R, J)`."""
+        """Return the effect of averaging over the fixed effects on the log density at nodes `(J, c)`, `(K, R, J)`."""
         return self.slope @ nodes.mT - 0.5 * ((nodes @ self.curvature) * nodes).sum(-1)
 
     def joined(self, local: _Local, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

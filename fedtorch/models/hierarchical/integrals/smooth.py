@@ -28,7 +28,7 @@ _AT_ONCE = 2**18  # rows at nodes that are evaluated together
 
 
 class Integrated(NamedTuple):
-    """Hold the logarithm of an integral over θ, and the moments of θ, at every node."""
+    """The logarithm of an integral over θ, and the moments of θ, at every node."""
 
     log_factor: Tensor  # (K, R)
     mean: Tensor  # (K, R, d)
@@ -36,7 +36,7 @@ class Integrated(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Hold how modes of θ are sought; see `minimised`."""
+    """Settings of the search for modes of θ; see `minimised`."""
 
     start: Tensor | None = None  # (K, R, d); default: zeros
     still: float = 0.0  # sds of the normal approximation, the last step
@@ -44,7 +44,7 @@ class Search(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """Hold a row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None where there is no v."""
+    """A row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None where there is no v."""
 
     value: Tensor
     first: Tensor
@@ -55,7 +55,7 @@ class Slopes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Hold what predictors and their variances are made of, zero where there is no row."""
+    """Terms of the predictors and of their variances, zero where there is no row."""
 
     x: Tensor  # (K, N, d)
     offset: Tensor  # (K, N)

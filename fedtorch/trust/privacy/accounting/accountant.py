@@ -103,14 +103,14 @@ def epsilon(
 
 
 def _warned(what: str, value: float) -> float:
-    """Return a result, of which a warning says so if it is a bound."""
+    """Return a result, with a warning if it is an upper bound."""
     if isinstance(value, UpperBound):
         _LOG.warning("%s: %s, for the tight value would take too long", what, value)
     return value
 
 
 def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE, most: int = _MOST) -> float:
-    """Return the ε of releases of all kinds together, each as often as it says; 0 of none.
+    """Return the ε of all releases together, each as often as given; 0 of none.
 
     Args:
         releases: of any kinds.

@@ -83,7 +83,7 @@ def gaussian_noise(epsilon: float, delta: float, rounds: int = 1) -> float:
 
 
 def composed_noise(releases: Iterable[tuple[float, int]]) -> float:
-    """Return the noise of the one release that says as much as releases of (noise, how often) together.
+    """Return the noise of the one release that is equivalent to releases of (noise, how often) together.
 
     Example:
         >>> round(composed_noise([(3.0, 1), (4.0, 1)]), 6), composed_noise([(2.0, 4)])  # 12 / 5, and 2 / √4

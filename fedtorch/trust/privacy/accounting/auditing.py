@@ -46,7 +46,7 @@ _CHOICES = 200  # thresholds among which one is chosen
 
 
 class Region(NamedTuple):
-    """Hold the scores that speak for one of two neighbours; see `Audit`."""
+    """Scores that speak for one of two neighbours; see `Audit`."""
 
     threshold: float
     above: bool  # whether it is the scores above the threshold
@@ -54,7 +54,7 @@ class Region(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """Hold what an audit has found.
+    """Result of an audit.
 
     Example:
         >>> from fedtorch.trust import privacy

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
-    """Hold what is protected, and from whom."""
+    """What is protected, and from whom."""
 
     unit: str  # "client", "example"
     adjacency: str  # in what two neighbouring federations differ
@@ -52,7 +52,7 @@ class Claim(NamedTuple):
 
 
 class Ledger:
-    """Keep what has been released.
+    """Record of releases.
 
     Args:
         path: of the file; None keeps the ledger in memory, so that a checkpoint cannot be resumed in another process
@@ -96,15 +96,15 @@ class Ledger:
 
     @property
     def epsilon(self) -> float:
-        """Return what everything released so far costs."""
+        """Return the ε of everything released so far."""
         return self._epsilon(self.releases)
 
     def after(self, release: Release, count: int = 1) -> float:
-        """Return what it would cost after `count` further releases."""
+        """Return ε after `count` further releases."""
         return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def with_all(self, releases: Counter[Release]) -> float:
-        """Return what it would cost after further releases of several kinds."""
+        """Return ε after further releases of several kinds."""
         counted: Counter[Release] = Counter()
         for release, count in releases.items():
             counted[self._counted(release)] += count
@@ -183,7 +183,7 @@ class Ledger:
         self._digests.append(digest)
 
     def _counted(self, release: Release) -> Release:
-        """Return what a release is to the claim's adversary."""
+        """Return a release as the claim's adversary sees it."""
         return release._replace(sampling_rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:

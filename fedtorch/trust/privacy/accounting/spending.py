@@ -118,7 +118,7 @@ class Spending:
         self._begun = torch.cat([self._begun, keys])
 
     def planned(self, rounds: int) -> Counter[Release]:
-        """Return what so many rounds release."""
+        """Return the releases of so many rounds."""
         return Counter({self.release: self.count * rounds})
 
     def join(self, others: Sequence[Budget], rounds: int) -> None:
@@ -164,12 +164,12 @@ class Spending:
         self.ledger.expect(identity, int(flat["entries"]), self.release, self.count, last)
 
     def purpose(self, round: int, phase: str, roster: bytes) -> Purpose:
-        """Return what numbers of the attempt that is open are for."""
+        """Return the purpose of random numbers in the open attempt."""
         run = self.ledger.identity if self.claim.entropy != NO_GUARANTEE else _NONE
         return Purpose(run, round, self.ledger.entries, phase, roster)
 
     def open(self, phase: str, roster: bytes = b"") -> Purpose:
-        """Return what numbers of the open round are for, which can be had once for each phase and roster.
+        """Return the purpose of random numbers in the open round, once for each phase and roster.
 
         Raises:
             RuntimeError: no round is open, or its numbers have been drawn.

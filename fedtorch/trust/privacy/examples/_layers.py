@@ -32,7 +32,7 @@ from fedtorch import functional
 
 
 class Layer:
-    """Hold a layer, the names of what is trained in it, and its parts by position.
+    """A layer, the names of its trained tensors, and its parts by position.
 
     Args:
         module: the layer.
@@ -127,7 +127,7 @@ class LayerRecorder:
         self._depth = _transforms()
 
     def _forward(self, number: int, input: Tensor) -> Tensor:
-        """Return what is called in place of `forward` of a layer."""
+        """Return the function that replaces a layer's `forward`."""
         layer = self._layers[number]
         # Inside a further transform, such as torch.func.grad, the loss depends on the weight by derivatives also.
         recordable = number not in self.shapes and layer.holds(self._tensors) and _transforms() == self._depth

@@ -44,7 +44,7 @@ class ExampleOperations(TorchFunctionMode):
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """Return what `torch.prelu` does: x where it is positive, and the weight of its channel times x elsewhere."""
+    """Return `torch.prelu`: x where it is positive, and the weight of its channel times x elsewhere."""
     channels = input.shape[1] if input.ndim > 1 else 1
     if weight.numel() not in (1, channels):
         return torch.prelu(input, weight)  # whose error says what is wrong

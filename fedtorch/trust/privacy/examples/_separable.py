@@ -118,7 +118,7 @@ def check_separable(
 
 
 class _Point(NamedTuple):
-    """Hold gradients at some values of the parameters."""
+    """Gradients at some values of the parameters."""
 
     loss: PrivateLoss
     values: list[Tensor]  # (K, ...)

@@ -1,1 +1,1 @@
-"""Choose features that tell little of what is private."""
+"""Choose features that reveal little of a private attribute."""

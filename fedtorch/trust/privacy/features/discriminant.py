@@ -36,7 +36,7 @@ _ROUNDING = 1e-10  # of singular values and lengths, relative
 
 
 class Discriminant(NamedTuple):
-    """Hold a map z = ⟨direction, x⟩ of variance one within the classes.
+    """A map z = ⟨direction, x⟩ of variance one within the classes.
 
     Example:
         >>> import torch

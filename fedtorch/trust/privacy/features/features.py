@@ -77,7 +77,7 @@ def reconstruction_error(features: Tensor, private: Tensor, map: Tensor) -> floa
 
 
 class Funnel(NamedTuple):
-    """Hold a map z = ⟨direction, x⟩ + N(0, noise), which leaks least for what it tells.
+    """A map z = ⟨direction, x⟩ + N(0, noise) with the least leakage for its information.
 
     Example:
         >>> import math, torch

@@ -54,7 +54,7 @@ class FunnelEncoder(nn.Module):
 
 
 class LearntFunnel(NamedTuple):
-    """Hold an encoder, and what new heads found on rows that they were not trained on.
+    """An encoder, and what new heads predict on rows that they were not trained on.
 
     Example:
         >>> import torch, fedtorch as ft

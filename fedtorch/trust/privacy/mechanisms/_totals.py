@@ -1,4 +1,4 @@
-r"""Noise on running totals: what clients tell for good, bounded, and released as a sum with fresh noise every round.
+r"""Noise on running totals: clients' contributions, clipped, and released as a sum with fresh noise every round.
 
 An algorithm with `told` keeps a total S_t = Σ_k u_k of what every client has last told, whoever is asked. Clients clip
 u_k itself, not its changes, to a norm of at most C, and every round releases
@@ -36,7 +36,7 @@ from fedtorch.trust.privacy.noise import Mechanism
 
 
 class State(NamedTuple):
-    """Hold the server's state."""
+    """The server's state."""
 
     inner: Tree  # of the algorithm; its `total` has the noise of the last round
     total: Tree = None  # without noise, which nothing is made of but the next release
@@ -80,7 +80,7 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
 
 
 def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
-    """Return what clients tell for good `(K, ...)` by name, in float64 or complex128, without the counts.
+    """Return clients' contributions to the total `(K, ...)` by name, in float64 or complex128, without the counts.
 
     Raises:
         ValueError: counts that are not 0 or 1.
@@ -95,12 +95,12 @@ def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
 
 
 def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
-    """Return what clients tell for good with other numbers beside its counts."""
+    """Return contributions to the total with other numbers beside the counts."""
     return tree.refill(whole, [numbers.get(name, leaf) for name, leaf in tree.items(whole)])
 
 
 def _clipped(told: Told, clip: float, mechanism: Mechanism, state: Tree) -> Tree:
-    """Return what clients tell for good, in float64 or complex128 and clipped."""
+    """Return clients' contributions to the total, in float64 or complex128 and clipped."""
     whole = told.of(state)
     return with_numbers(whole, clip_rows(numbers_of(told.counts, whole), clip, mechanism)[0])
 
@@ -117,7 +117,7 @@ def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spen
 
 
 def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tree]:
-    """Start with the total of initial states, which says nothing of anybody."""
+    """Start with the total of initial states, which depends on no client's data."""
     inner, state = clipped.init(parameters, clients)
     return State(inner._replace(total=first_total(clipped, state, clients))), state
 

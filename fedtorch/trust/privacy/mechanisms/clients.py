@@ -64,28 +64,28 @@ SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
 class AdaptiveState(NamedTuple):
-    """Hold the server's state with an adaptive clip."""
+    """The server's state with an adaptive clip."""
 
     inner: Tree  # of the algorithm
     clip: Tensor  # () float64, the bound C
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out with an adaptive clip, and what clients hear of it."""
+    """Broadcast of the server with an adaptive clip, and a client's inbox."""
 
     parameters: Tree  # of the algorithm
     clip: Tensor  # () float64, (K,) at clients
 
 
 class _Told(NamedTuple):
-    """Hold a client's message with an adaptive clip."""
+    """A client's message with an adaptive clip."""
 
     message: Tree
     within: Mean  # 1 − γ where the norm was within the bound, −γ elsewhere
 
 
 class _Settings(NamedTuple):
-    """Hold what `client_level` was called with."""
+    """Arguments of `client_level`."""
 
     clip: Clip
     noise: float

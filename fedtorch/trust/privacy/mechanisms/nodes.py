@@ -46,7 +46,7 @@ ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node toget
 
 
 class NodeState(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """A node's state; leaves `(K, ...)`."""
 
     inner: Tree  # of the algorithm
     start: Tree  # what it tells before it has been asked

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _Released(NamedTuple):
-    """Hold a block's data: what its units tell, and no more; leaves `(K, ...)`."""
+    """A block's data: the noised sums of its units alone; leaves `(K, ...)`."""
 
     told: Contribution
     count: Tensor  # type: ignore[assignment]  # rows, which are public
@@ -104,7 +104,7 @@ def _variance(gp: StackedGP) -> float:
 
 
 def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
-    """Return what the units of a block tell for good."""
+    """Return the noised sums of the units of a block."""
     x, y, *_ = gp.check(data).batch
     module = gp.module
     with torch.no_grad():
