@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch._devices import generators, restored
 from fedtorch._untrained import Remembered, refuse_untrained
-from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.data.padding import is_dense
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._probed_rows import spread_rows
 from fedtorch.federation.solvers._state import perturbed
-from fedtorch.federation.solvers.advice import explained
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators
-from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.parameter_hooks import backward_hooks
 from fedtorch.federation.solvers.python_state import PythonState, refuse_kept
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, StackedLoss
@@ -76,6 +73,8 @@ def check_rows(
             refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
         if error is None or (device != data.count.device and not isinstance(error, IndexError)):
             continue
+        from fedtorch.federation.solvers.advice import explained
+
         if "checkpoint" in str(error) or (isinstance(error, Warning) and "requires_grad" in str(error)):
             raise RuntimeError(_CHECKPOINTED) from error
         alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
@@ -101,6 +100,9 @@ def check_batch(
         ValueError: the loss reads parameters that are not trained, or compares every output with every target.
         RuntimeError: it checkpoints activations.
     """
+    from fedtorch.federation.solvers.advice import explained
+    from fedtorch.federation.solvers.loaders.batches import rows_in
+
     objective = stacked.objective.to(device)
     own, rows = _own(stacked, values, device), tuple(batch) if isinstance(batch, list) else batch
     if objective.supervised and not (isinstance(rows, tuple) and len(rows) == 2):
@@ -295,6 +297,8 @@ def _choose(
 
 
 def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str) -> None:
+    from fedtorch.captured import IndexUsed, capture
+
     asked = twin.objective.trainer.asked - {"max_epochs", "training"}
     changing = [f"trainer.{question}" for question in sorted(asked)]
     try:

@@ -10,16 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, stacked_layers, tree
-from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTensors
-from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
 from fedtorch.federation.solvers.python_state import KeptSlots
@@ -30,7 +28,11 @@ from fedtorch.module_randomness.step_draws import Draws, StepKeys
 from fedtorch.module_randomness.watched_generators import each_drawn_if_random
 from fedtorch.tree import Tree
 
-Step = Batch | LoadedBatch
+if TYPE_CHECKING:
+    from fedtorch.federation.solvers.loaders.batches import LoadedBatch
+
+    Step = Batch | LoadedBatch
+
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
 Path = tuple[Any, ...]  # functions of torch that a step has called
@@ -150,7 +152,8 @@ class StackedLoss:
         self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
         self.apart = False
-        self._captured, self._replays = CapturedStep(), dict[Any, int]()
+        self._captured: Callable[..., Any] | None = None
+        self._replays: dict[Any, int] = {}
         self._forms: dict[Any, StepForm] = {}  # of the metrics' calls, by shapes: captured steps run no Python
         self._of: Sequence[Tensor] = ()
         self._rows: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
@@ -251,6 +254,10 @@ class StackedLoss:
             self._forms[shapes] = self.objective.metrics.form
             return *found[:4], [tensor for each in found.recorded or () for tensor in each.tensors]
 
+        if self._captured is None:
+            from fedtorch.captured import CapturedStep
+
+            self._captured = CapturedStep()
         name = type(self.objective.module).__name__
         try:
             losses, logs, buffers, gradients, tensors = self._captured(step, *flat)
