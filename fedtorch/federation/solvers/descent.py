@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,7 @@ from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, StepRefused, check_steps, configure, own_optimizer
-from fedtorch.federation.solvers._divided import Piece, divide, split
-from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
-from fedtorch.federation.solvers._probed_rows import first_rows
+from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, first_rows, observe
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
 from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from fedtorch.data.client_loaders import ClientLoaders
     from fedtorch.federation.solvers._client_optimizers import Parts
     from fedtorch.federation.solvers.linear_steps import LinearSteps
-    from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+    from fedtorch.federation.solvers.loaded_batches import LoadedBatch, LoadedBatches
 
 _LOG = logging.getLogger(__name__)
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -161,7 +159,7 @@ class Descent:
         """
         self.check.forget()
         if _has_loaders(data):  # no batch is read before its time
-            from fedtorch.federation.solvers.loaders.descending import check_settings
+            from fedtorch.federation.solvers.loaded_batches import check_settings
 
             check_settings(self.batch_size, drop_last=self.drop_last or None)
             return data
@@ -356,7 +354,7 @@ class Descent:
         self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
-        from fedtorch.federation.solvers.loaders.descending import OneByOne, descend
+        from fedtorch.federation.solvers.loaded_batches import OneByOne, descend
 
         if (count := len(data.count)) == 0:
             nothing = torch.zeros(0, dtype=torch.float64, device=turn.key.device)
@@ -376,7 +374,7 @@ class Descent:
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
         """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
         if not self.loss.observed:
-            from fedtorch.federation.solvers.loaders.descending import one_by_one
+            from fedtorch.federation.solvers.loaded_batches import one_by_one
 
             asked = set(self.objective.trainer.asked)
             self.move(device)
@@ -693,3 +691,49 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
     """Return λ and h of each parameter, in its dtype."""
     precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
     return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
+
+
+class Piece(NamedTuple):
+    """Rows of a stacked tensor, as a parameter of their own in the optimiser that steps them.
+
+    An optimiser passes over a parameter without a gradient: it is not decayed, and its moments and its count of steps
+    do not move. In a stack this is a matter of each client's rows, and so is a client that has taken all of its steps.
+
+    Attributes:
+        rows: `(M,)` their places in the stack.
+        tensor: `(M, ...)`, which the optimiser steps.
+    """
+
+    rows: Tensor
+    tensor: Tensor
+
+
+def divide(optimizer: Optimizer, tensor: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Put rows of a stacked tensor, with their state, in its place in the optimiser; return them.
+
+    Args:
+        optimizer: holds the tensor.
+        tensor: `(K, ...)`.
+        parts: `(M,)` places of rows, of each new tensor.
+    """
+    state, count = optimizer.state.pop(tensor, {}), len(tensor)
+    each = [tensor.index_select(0, at.to(tensor.device)) for at in parts]
+    for group in optimizer.param_groups:
+        if any(held is tensor for held in group["params"]):
+            group["params"] = [new for held in group["params"] for new in (each if held is tensor else [held])]
+    for new, at in zip(each, parts) if state else ():
+        optimizer.state[new] = {name: _rows(value, at, count) for name, value in state.items()}
+    return each
+
+
+def split(optimizer: Optimizer, piece: Piece, mask: Tensor) -> list[Piece]:
+    """Return the rows of a piece outside and inside of a mask `(M,)` as pieces of the optimiser's own."""
+    parts = [(~mask).nonzero()[:, 0], mask.nonzero()[:, 0]]
+    each = divide(optimizer, piece.tensor, parts)
+    return [Piece(piece.rows[at], tensor) for at, tensor in zip(parts, each)]
+
+
+def _rows(value: Any, at: Tensor, count: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.index_select(0, at.to(value.device)) if value.ndim and len(value) == count else value.clone()

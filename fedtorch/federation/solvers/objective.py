@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import refuse_global_store
-from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
-from fedtorch.federation.solvers.python_state import refuse_stand_in
+from fedtorch.federation.solvers.python_state import NUMBER_OPERATIONS, refuse_stand_in
 from fedtorch.federation.solvers.training_metrics import (
     MetricRecorder,
     MetricValue,

@@ -26,8 +26,19 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fedtorch import functional
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import equal_or_nan
-from fedtorch.federation.solvers.numbers import ARITHMETIC, READING
 from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
+
+# The operations of Python on numbers, for objects that stand in the place of one.
+_BOTH_WAYS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
+_COMPARED = "lt le gt ge eq ne"
+_READ = "bool int float complex index len iter next contains getitem format str round trunc floor ceil"
+ARITHMETIC = frozenset(
+    [f"__{side}{name}__" for name in _BOTH_WAYS.split() for side in ("", "r")]
+    + [f"__{name}__" for name in ["neg", "pos", "abs", "invert"]]
+)
+READING = frozenset(f"__{name}__" for name in (*_COMPARED.split(), *_READ.split()))
+NUMBER_OPERATIONS = ARITHMETIC | READING
+
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
