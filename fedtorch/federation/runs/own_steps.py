@@ -1,29 +1,29 @@
 """A LightningModule's own `validation_step`, `test_step` and `predict_step`, for every client of a federation.
 
 Each client is evaluated as a `lightning.Trainer` would evaluate its module on its batches: with the client's tensors,
-fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced
-over all batches, metrics are those of all rows together (see `metrics.joined`), and what `on_validation_epoch_end` logs
-is what it makes of all clients' metrics and lists.
+fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced over all batches, and
+metrics are those of all rows together (see `metrics.joined`). Of a module with hooks of its own it is what one epoch
+over the batches of all clients logs, each batch taken with its client's tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedtorch import tree
 from fedtorch._devices import generators, restored
 from fedtorch.expected import loaded
 from fedtorch.federation.runs.evaluation import ClientBatches
-from fedtorch.federation.runs.joined_epoch import JoinedEpoch
 from fedtorch.federation.runs.step_logs import Logged, StepLogs, over_batches, takes_index
 from fedtorch.federation.runs.working_copy import WorkingCopy
-from fedtorch.metrics.joined import metrics_in, value_of
+from fedtorch.metrics.joined import JoinedStates, metrics_in, value_of
 from fedtorch.metrics.scores import Score
 
 _HOOKS = ("model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
@@ -98,14 +98,19 @@ class OwnSteps:
         self._moves = device.type != "cpu" or any(map(overridden, _TRANSFERS))
         self._indexed = takes_index(getattr(template, f"{stage}_step"))
 
-    def scores(self, clients: Iterable[ClientBatches]) -> dict[str, Score]:
-        """Return what is logged of each client and over all, by name."""
-        joined, epochs = JoinedEpoch(self._template, self._working.module, "epoch_end" in self._hooks), []
+    def scores(self, clients: Callable[[], Iterable[ClientBatches]]) -> dict[str, Score]:
+        """Return what is logged of each client and over all, by name.
+
+        Args:
+            clients: begins to go through them; of a module with hooks twice.
+        """
+        joined, epochs = JoinedMetrics(self._working.module), []
         with self._quiet():
-            for client in clients:
+            for client in clients():
                 with self._client(client) as module:
                     epochs.append(self._epoch(module, client, joined))
-            return self._scored(epochs, joined)
+            whole = self._over_all(clients()) if self._hooks and any(epoch.rows for epoch in epochs) else None
+            return self._scored(epochs, joined, whole)
 
     def outputs(self, client: ClientBatches) -> list[Any]:
         """Return what the step returns for each batch of a client, on the CPU."""
@@ -141,16 +146,44 @@ class OwnSteps:
         for generator in generators(self._device):
             generator.manual_seed(seed)
 
-    def _epoch(self, module: Any, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
+    def _epoch(self, module: Any, client: ClientBatches, joined: JoinedMetrics) -> _Epoch:
         rows = sum(size for _, size in self._steps(module, client.batches))
         if not rows:
             return _Epoch(0, {}, {}, set())
-        joined.add(client.tensors, rows, self._working.changed())
+        if not self._hooks:
+            joined.add()
         self._hook(module, "epoch_end")
         values = self._logs.values()
         broken = {name for name, entry in self._logs.entries.items() if _is_broken(module, entry, values[name])}
         self._hook(module, "end")
         return _Epoch(rows, values, self._logs.entries, broken)
+
+    def _over_all(self, clients: Iterable[ClientBatches]) -> dict[str, float]:
+        """Return what one epoch over all clients' batches logs; at its end the module has the clients' mean tensors."""
+        self._logs.entries = {}
+        means: dict[str, Tensor] = {}
+        with self._working.anew() as swap:
+
+            def batches() -> Iterator[tuple[Any, int]]:
+                total = 0
+                for client in clients:
+                    self._seeded(client.seed)
+                    seen = 0
+                    with swap(list(client.tensors.values())):
+                        for batch, rows in client.batches:
+                            seen += rows
+                            yield batch, rows
+                    total += seen
+                    if seen:
+                        means.update(_moved(means or client.tensors, client.tensors, seen / total))
+
+            for _ in self._steps(self._working.module, batches()):
+                pass
+            with swap([mean.to(own.dtype) for mean, own in zip(means.values(), swap.current())]):
+                self._hook(self._working.module, "epoch_end")
+                values = self._logs.values(value_of)
+                self._hook(self._working.module, "end")
+        return values
 
     def _steps(self, module: Any, batches: Any) -> Iterator[tuple[Any, int]]:
         """Yield (output, rows) of every batch; the hooks before the first run where there is one."""
@@ -174,41 +207,60 @@ class OwnSteps:
         if name in self._hooks:
             getattr(module, f"on_{self._stage}_{name}")(*arguments)
 
-    def _scored(self, epochs: list[_Epoch], joined: JoinedEpoch) -> dict[str, Score]:
+    def _scored(self, epochs: list[_Epoch], joined: JoinedMetrics, whole: dict[str, float] | None) -> dict[str, Score]:
         names = {name: entry for epoch in epochs for name, entry in epoch.entries.items()}
-        at_end = self._at_end(joined) if any(entry.at_end for entry in names.values()) else {}
         scores = {}
         for name, entry in names.items():
             clients = torch.tensor([epoch.values.get(name, torch.nan) for epoch in epochs], dtype=torch.float64)
             logged = [epoch.entries[name] for epoch in epochs if name in epoch.entries]
-            best = None
-            if entry.metric is not None:
-                metric = joined.metric(entry.metric)
-                overall = value_of(metric) if joined.knows(entry.metric) else _mean(epochs, name)
-                best = metric.higher_is_better
-            elif not entry.at_end:
+            best = None if entry.metric is None else self._template.get_submodule(entry.metric).higher_is_better
+            if whole is not None and name in whole:
+                overall = whole[name]
+            elif entry.metric is None:
                 overall = over_batches(logged)
             else:
-                overall = at_end[name] if name in at_end else _mean(epochs, name)
+                overall = joined.value(entry.metric) if joined.knows(entry.metric) else _mean(epochs, name)
             logging = torch.tensor([name in epoch.entries for epoch in epochs])
             unknown = clients.isnan() & logging
             broken = torch.tensor([entry.metric is None or name in epoch.broken for epoch in epochs])
             scores[name] = Score(overall, clients, best, unknown & broken, unknown & ~broken)
         return scores
 
-    def _at_end(self, joined: JoinedEpoch) -> dict[str, float]:
-        """Return what the hook at the end logs of all clients, nothing where a step has kept what cannot be joined."""
-        if not joined.whole:
-            return {}
-        module: Any = joined.module()
-        module.trainer = self._trainer
-        logs = StepLogs(module)
-        self._seeded(0)
-        try:
-            self._hook(module, "epoch_end")
-        except Exception:  # of what it finds in no list and no metric; it has passed for every client
-            return {}
-        return logs.values()
+
+class JoinedMetrics:
+    """The metrics of a module that has evaluated clients in turn, as of all their rows.
+
+    Args:
+        module: has them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._metrics = module, dict(metrics_in(module))
+        self._states = {name: JoinedStates() for name in self._metrics}
+
+    def add(self) -> None:
+        """Take in the metrics after a client's steps."""
+        for name, metric in metrics_in(self._module):
+            self._states[name].add(metric)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a metric's states, or those of a metric in it, have been joined."""
+        return any(states.updates for each, states in self._states.items() if f"{each}.".startswith(f"{name}."))
+
+    def value(self, name: str) -> float:
+        """Return the value of a metric, or of a wrapper of metrics, that has seen all rows."""
+        whole: Any = copy.deepcopy(self._module.get_submodule(name))
+        for inside, metric in list(metrics_in(whole)):
+            metric.reset()
+            self._states[".".join(filter(None, (name, inside)))].write(metric)
+        return value_of(whole)
+
+
+def _moved(means: dict[str, Tensor], tensors: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Return weighted means, in float64, moved to a client's tensors by its share; others than numbers are its own."""
+    numbers = {n: x for n, x in tensors.items() if x.is_floating_point() or x.is_complex()}
+    wide = tree.wide({n: (means[n], x) for n, x in numbers.items()})
+    return {n: wide[n][0] + share * (wide[n][1] - wide[n][0]) if n in wide else x for n, x in tensors.items()}
 
 
 def _is_broken(module: nn.Module, entry: Logged, value: float) -> bool:

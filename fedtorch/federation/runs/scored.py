@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -96,7 +97,7 @@ class Scored:
         _check_order(data, self.population.names, unseen)
         self._warn_of_training_rows(data)
         if metrics is None:
-            return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
+            return _own(self, step, trainer).scores(partial(client_batches, self, data, unseen, batch_size))
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
         if _has_loaders(data):

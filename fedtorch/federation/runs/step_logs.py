@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,14 +23,12 @@ class Logged:
     Attributes:
         reduction: of numbers over batches.
         metric: the name of the module's metric that was logged; None for numbers.
-        at_end: whether it was logged by a hook that sees no batch, such as `on_validation_epoch_end`.
         numbers: of the batches.
         rows: of these batches.
     """
 
     reduction: Reduction
     metric: str | None = None
-    at_end: bool = False
     numbers: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
@@ -101,7 +99,7 @@ class StepLogs:
 
     def _add(self, name: str, value: Any, reduction: Reduction, rows: int) -> None:
         if isinstance(value, loaded("torchmetrics", "Metric")) and id(value) in self._metrics:
-            self.entries.setdefault(name, Logged(reduction, self._metrics[id(value)], not self.rows))
+            self.entries.setdefault(name, Logged(reduction, self._metrics[id(value)]))
             return
         value = torch.as_tensor(value) if isinstance(value, (int, float)) else value
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -109,32 +107,31 @@ class StepLogs:
             raise TypeError(
                 f"Expected self.log({name!r}, …) of one number or a torchmetrics metric of the module, but got {got}"
             )
-        entry = self.entries.setdefault(name, Logged(reduction, None, not self.rows))
+        entry = self.entries.setdefault(name, Logged(reduction))
         entry.numbers.append(value.detach().reshape(()))
         entry.rows.append(rows)
 
-    def values(self) -> dict[str, float]:
+    def values(self, of_metric: Callable[[Any], float] = value_at_client) -> dict[str, float]:
         """Return what is known at the end, of metrics as they stand now."""
-        return {name: self._value(entry) for name, entry in self.entries.items()}
+        return {name: self._value(entry, of_metric) for name, entry in self.entries.items()}
 
-    def _value(self, entry: Logged) -> float:
+    def _value(self, entry: Logged, of_metric: Callable[[Any], float]) -> float:
         if entry.metric is None:
             return float(entry.reduced())
-        metric: Any = self._module.get_submodule(entry.metric)
-        return value_at_client(metric)
+        return of_metric(self._module.get_submodule(entry.metric))
 
 
 def over_batches(entries: Iterable[Logged]) -> float:
     """Return the number of all batches of several clients, as if one had logged it.
 
     Example:
-        >>> of = lambda number, rows: Logged(Reduction("mean", True), None, False, [torch.tensor(number)], [rows])
+        >>> of = lambda number, rows: Logged(Reduction("mean", True), None, [torch.tensor(number)], [rows])
         >>> over_batches([of(1.0, 3), of(5.0, 1)])
         2.0
     """
     every = list(entries)
     numbers, rows = [n for each in every for n in each.numbers], [n for each in every for n in each.rows]
-    return float(Logged(every[0].reduction, None, False, numbers, rows).reduced())
+    return float(Logged(every[0].reduction, None, numbers, rows).reduced())
 
 
 def takes_index(step: Any) -> bool:

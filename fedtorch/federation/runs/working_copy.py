@@ -7,7 +7,7 @@ back instead: attributes, buffers, and the states of metrics.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -76,17 +76,18 @@ class WorkingCopy:
     @contextmanager
     def holding(self, tensors: dict[str, Tensor]) -> Iterator[Any]:
         """Give the module with these tensors; afterwards it is as before."""
+        with self.anew(list(tensors)) as swap, swap(list(tensors.values())):
+            yield self.module
+
+    @contextmanager
+    def anew(self, names: Sequence[str] = ()) -> Iterator[functional.Swap]:
+        """Give what puts tensors into the module, in the order of the first names; afterwards it is as before."""
         if self._swap is None:
-            self._swap = self._remember(list(tensors))
+            self._swap = self._remember(list(names))
         try:
-            with self._swap(list(tensors.values())):
-                yield self.module
+            yield self._swap
         finally:
             self._restore()
-
-    def changed(self) -> bool:
-        """Return whether steps have changed buffers, or other tensors, of the module's own."""
-        return any(tensor._version != version for tensor, _, version in self._watched)
 
     def _restore(self) -> None:
         for metric in self._metrics:
