@@ -9,7 +9,6 @@ over the batches of all clients logs, each batch taken with its client's tensors
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from fedtorch import functional, tree
 from fedtorch._devices import generators, restored
 from fedtorch.expected import loaded
 from fedtorch.federation.runs.evaluation import ClientBatches
-from fedtorch.federation.solvers.objective import reduction_named
+from fedtorch.federation.solvers.objective import reduction_named, takes_index
 from fedtorch.federation.solvers.training_metrics import Reduction
 from fedtorch.metrics.joined import JoinedStates, metrics_in, value_at_client, value_of
 from fedtorch.metrics.scores import Score
@@ -402,12 +401,6 @@ def over_batches(entries: Iterable[Logged]) -> float:
     every = list(entries)
     numbers, rows = [n for each in every for n in each.numbers], [n for each in every for n in each.rows]
     return float(Logged(every[0].reduction, None, numbers, rows).reduced())
-
-
-def takes_index(step: Any) -> bool:
-    """Return whether a step takes the number of its batch besides the batch."""
-    takes = inspect.signature(step).parameters.values()
-    return len(takes) > 1 or any(each.kind is each.VAR_POSITIONAL for each in takes)
 
 
 class WorkingCopy:
