@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, FederatedData, FederatedLoaders
 from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
-from fedtorch.federation.local_schedule import limited
 from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
+from fedtorch.federation.solvers.batches import limited
 from fedtorch.metrics.pooled import any_metrics
 from fedtorch.metrics.scores import Score
 

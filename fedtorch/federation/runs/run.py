@@ -140,8 +140,11 @@ class Run(Scored, Resumable):
         if algorithm.budget is not None:
             drawing = self._turn(done).keys(everybody if asked is None else asked)
             algorithm.budget.spend(self.number, asked, drawing)
-        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, self._names)
-        turn = self._turn(done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, self._names))
+        fate, share = Fates(asked), None
+        if self.faults is not None:
+            fate = fates(self.faults, keys.faults, asked, self._names)
+            share = shares_of_work(self.faults, keys.faults, fate.hear, self._names)
+        turn = self._turn(done, **ask, share=share)
         pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)

@@ -18,11 +18,18 @@ from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
 from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Local, Quadratic
-from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, StepRefused, check_steps, configure, own_optimizer
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, first_rows, observe
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    OPTIMIZER,
+    Batches,
+    batches_of,
+    check_last_batches,
+    is_ragged,
+    limited,
+)
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy, with_recorders
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss, is_linear

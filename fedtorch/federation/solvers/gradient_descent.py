@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedtorch import expected
 from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import LocalSolver
-from fedtorch.federation.local_schedule import batches_of, local_schedule
-from fedtorch.federation.solvers.batches import check_drop_last
+from fedtorch.federation.local_schedule import local_schedule
+from fedtorch.federation.solvers.batches import batches_of, check_drop_last
 from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.plain_layers import predicts_by_rows

@@ -38,7 +38,7 @@ from fedtorch.data import BadClients, ClientData
 from fedtorch.data.client_loaders import ClientLoaders, failed
 from fedtorch.data.seeded_loader import seeded_loader
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
-from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, batches_of, limited
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule
 from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, refuse_changed_buffers
@@ -46,8 +46,10 @@ from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
 from fedtorch.federation.solvers.batches import (
     MODULE,
     PERMUTATIONS,
+    batches_of,
     check_drop_last,
     check_last_batches,
+    limited,
 )
 from fedtorch.federation.solvers.host_state import refuse_global_store, refuse_thawed
 from fedtorch.federation.solvers.loaded_batches import check_settings

@@ -17,8 +17,7 @@ from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import NotTensors, alike
 from fedtorch.federation.algorithm import Local, Quadratic
-from fedtorch.federation.local_schedule import limited
-from fedtorch.federation.solvers.batches import MODULE, Batch
+from fedtorch.federation.solvers.batches import MODULE, Batch, limited
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree

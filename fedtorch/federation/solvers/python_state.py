@@ -269,12 +269,12 @@ class PythonState:
 
 def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     """Return what a module keeps; its parameters and buffers too where it is none of those of `seen`."""
-    lightning, start = loaded("lightning.pytorch", "LightningModule"), f"{path}." if path else ""
+    start = f"{path}." if path else ""
     for name, part in module.named_modules():
         if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
             continue
         seen.add(id(part))
-        prefix, usual = f"{start}{name}." if name else start, _usual(isinstance(part, lightning))
+        prefix, usual = f"{start}{name}." if name else start, _usual(type(part))
         table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
         yield from _entries(prefix, vars(part), table, seen, 0)
         if part._modules:
@@ -606,9 +606,10 @@ def _is_code(value: Any) -> bool:
 
 
 @functools.cache
-def _usual(lightning: bool) -> frozenset[str]:
-    """Return the names of attributes that torch and Lightning keep on every module."""
-    own = vars(loaded("lightning.pytorch", "LightningModule")()) if lightning else {}
+def _usual(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of attributes that torch and Lightning keep on every module of a class."""
+    lightning = loaded("lightning.pytorch", "LightningModule")
+    own = vars(lightning()) if issubclass(kind, lightning) else {}
     names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
     return frozenset(names - {"training"})
 
