@@ -95,9 +95,9 @@ def perceptron() -> Net:
     return Net(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)))
 
 
-def made(local: ft.LocalSolver) -> ft.Run:
+def made(local: ft.LocalSolver, *outputs: int) -> ft.Run:
     """A run of FedAvg in one process, of six clients with rows for three minibatches."""
-    data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20)) for _ in range(6)])
+    data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20, *outputs)) for _ in range(6)])
     return ft.Run(ft.fedavg(local), ft.InProcess(data))
 
 
@@ -185,14 +185,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     line = nn.Linear(3, 1)
-    loss = lambda output, y: nn.functional.mse_loss(output[..., 0], y)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     descent = partial(ft.gradient_descent, epochs=1, batch_size=8)
     walks = {
         "a round of FedAvg, gradient descent of a perceptron": second_round(made(descent(perceptron()))),
         "a round of FedAvg, gradient descent of a linear LightningModule": second_round(made(descent(Net(line)))),
-        "a round of FedAvg, gradient descent of a layer with a loss": second_round(
-            made(descent(line, loss=loss, optimizer=sgd))
+        "a round of FedAvg, gradient descent of a linear layer, by its program": second_round(
+            made(descent(line, loss=nn.functional.mse_loss, optimizer=sgd), 1)
         ),
         "a round of FedAvg, closed form": second_round(made(ft.least_squares(line))),
         "a round of expectation propagation of a formula": of_a_formula(),

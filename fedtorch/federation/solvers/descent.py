@@ -16,7 +16,6 @@ from fedtorch import functional, random, tree
 from fedtorch._devices import every_generator, restored
 from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
-from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers._configured import Configured, StepRefused, check_steps, configure, own_optimizer
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, first_rows, observe
@@ -422,8 +421,8 @@ class Descent:
 
 
 def _has_loaders(data: Any) -> bool:
-    """Return whether the clients of a block have loaders in place of rows."""
-    return isinstance(data, loaded("fedtorch.data.client_loaders", "ClientLoaders"))
+    """Return whether the clients of a block have loaders in place of rows, as `ClientLoaders`."""
+    return hasattr(data, "source")
 
 
 class _Stack:

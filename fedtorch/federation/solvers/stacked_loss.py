@@ -210,7 +210,7 @@ class StackedLoss:
 
         Their rows have the same shapes. A few clients are faster one by one, unless the step is captured.
         """
-        if self.eager is None:
+        if self.compile and self.eager is None:
             return batch.parts(1)
         return () if self.apart and batch.weights is None else batch.parts(_FEWEST)
 
@@ -226,7 +226,8 @@ class StackedLoss:
         """
         flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
         self._paths.clear()
-        result = self._replayed(batch.rows, keys, index, flat)
+        step = self._replayed if self.compile else self._drawn
+        result = step(batch.rows, keys, index, flat)
         if self.look is not None:
             for called, at in self._paths:
                 self.look(values, batch, index, keys, called, at)
@@ -346,7 +347,8 @@ class StackedLoss:
             return loss, *logs.values(), *self.objective.recorded, *new
 
         # A captured step would keep the branch that it took.
-        mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
+        captures = self.compile and self.eager is None
+        mode = stacked_layers.WithoutReading() if captures else stacked_layers.StackedOperations()
         with mode, self.unchanged():
             found = tuple(functional.mapped(one, flat, randomness))
         self._called = tuple(mode.called)
@@ -596,11 +598,11 @@ class RoundLogs:
         return dict.fromkeys(sorted(names), torch.where(least == largest, 0, least))
 
     def _is_of_batch(self, name: str, logged: Sequence[tuple[int, Tensor, Tensor]]) -> bool:
-        reduction = self._loss.objective.reductions.get(name) or Reduction()
+        reduction = self._loss.objective.reductions.get(name)
         apart = len(logged) < len(self._sizes) or any(
             sizes is not rows for (*_, sizes), rows in zip(logged, self._sizes)
         )
-        return apart or not reduction.of_all
+        return apart or (reduction is not None and not reduction.of_all)
 
     def _number(self, name: str) -> Tensor:
         steps, logged, sizes = zip(*self._numbers[name])
