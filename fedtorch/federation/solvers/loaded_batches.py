@@ -18,7 +18,6 @@ from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import NotTensors, alike
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers.batches import MODULE, Batch, limited
-from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
@@ -194,10 +193,13 @@ class OneByOne(Exception):
 
 
 @contextmanager
-def one_by_one(loss: StackedLoss) -> Iterator[None]:
+def one_by_one(loss: Any) -> Iterator[None]:
     """Raise OneByOne where a look at the first batch ends with `batched="auto"` taking clients one by one.
 
     Batches that are not of tensors, which raise NotTensors, are among what it takes one by one.
+
+    Args:
+        loss: a `StackedLoss`.
     """
     before = loss.batched
     try:
