@@ -28,6 +28,8 @@ from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
     from fedtorch.data import FederatedLoaders
     from fedtorch.federation.runs.diagnosis import Diagnosis
     from fedtorch.federation.runs.own_steps import OwnSteps
@@ -264,7 +266,7 @@ def client_batches(
             yield ClientBatches(client, data.names[client], seed, model, batches)
 
 
-def _has_loaders(data: Evaluable) -> bool:
+def _has_loaders(data: Evaluable) -> TypeIs[FederatedLoaders]:
     return isinstance(data, loaded("fedtorch.data.loaders", "FederatedLoaders"))
 
 

@@ -274,7 +274,7 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
         if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
             continue
         seen.add(id(part))
-        prefix, usual = f"{start}{name}." if name else start, _usual(type(part))
+        prefix, usual = f"{start}{name}." if name else start, _usual(type(part))  # type: ignore[arg-type]
         table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
         yield from _entries(prefix, vars(part), table, seen, 0)
         if part._modules:
