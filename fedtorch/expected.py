@@ -111,7 +111,7 @@ def client_number(client: int | str, names: Sequence[str]) -> int:
 
 
 def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of a module that takes seconds to import, for `isinstance`; () where it is not imported.
+    """Return the class `name` of a module for `isinstance`, or () where the module is not imported, and it has none.
 
     Example:
         >>> isinstance(3, loaded("a_module_that_is_not_imported", "Number"))

@@ -29,14 +29,15 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
-from fedtorch.data._row_files import read_rows, write_rows
 from fedtorch.data._rows import check_counts, check_names, first_not_finite, gather_rows
-from fedtorch.data.formulas.design import Design
-from fedtorch.data.frames.incomplete import Absent, Incomplete, missing_shares
+from fedtorch.expected import loaded
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas
+
+    from fedtorch.data.formulas.design import Design
+    from fedtorch.data.frames.incomplete import Absent
 
 
 class ClientData(NamedTuple):
@@ -133,7 +134,8 @@ class FederatedData:
         if twice := [name for name in dict.fromkeys(self.features) if self.features.count(name) > 1]:
             raise ValueError(f"Expected a name for each feature, but got {twice} twice; rename one of them")
 
-        coded = self.design is not None and not isinstance(self.rows, Incomplete)  # those have columns before coding
+        before_coding = isinstance(self.rows, loaded("fedtorch.data.frames.incomplete", "Incomplete"))
+        coded = self.design is not None and not before_coding
         if self.design is not None and coded and first.shape[1:] != (len(self.design.columns),):
             raise ValueError(
                 f"Expected the {len(self.design.columns)} columns of the design in x, but got shape "
@@ -269,6 +271,8 @@ class FederatedData:
 
     def missing(self) -> pandas.DataFrame:
         """Return the share of missing cells of each client, by column, and of rows that lack or lacked any (`any`)."""
+        from fedtorch.data.frames.incomplete import missing_shares
+
         return missing_shares(self)
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
@@ -287,6 +291,8 @@ class FederatedData:
 
     def to_file(self, file: Path | str) -> None:
         """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
+        from fedtorch.data._row_files import write_rows
+
         numbered = self.names == tuple(map(str, range(len(self))))
         about = {"names": () if numbered else self.names, "features": self.features, "allow_empty": self.allow_empty}
         about["design"] = None if self.design is None else self.design.to_json()
@@ -307,6 +313,9 @@ class FederatedData:
         Raises:
             ValueError: the file is damaged, or has no counts.
         """
+        from fedtorch.data._row_files import read_rows
+        from fedtorch.data.formulas.design import Design
+
         parts = read_rows(file)
         design = parts.pop("design")
         return cls(**parts, on_disk=True, design=None if design is None else Design.from_json(design))

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fedtorch.data import BadClients
 from fedtorch.optimisers import options
-
-_ROUNDING = 1e-6  # of an epoch: a third of 3 epochs is one, whatever float says
 
 
 class LocalOptimizer(NamedTuple):
@@ -54,54 +50,6 @@ class LocalSchedule:
     takes_limit: bool = True
     slow: bool = False
     takes_share: bool = False
-
-
-def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -> Tensor:
-    """Return how many minibatches an epoch of clients with so many rows `(K,)` has; None for all rows at once.
-
-    Example:
-        >>> count = torch.tensor([4, 9, 12])
-        >>> batches_of(count, 4), batches_of(count, 4, drop_last=True)
-        (tensor([1, 3, 3]), tensor([1, 2, 3]))
-    """
-    if batch_size is None:
-        return torch.ones_like(count)
-    return count // batch_size if drop_last else (count + batch_size - 1) // batch_size
-
-
-def limited(batches: Tensor, limit: float | None) -> Tensor:
-    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
-
-    Raises:
-        BadClients: a share leaves none of the minibatches of some clients.
-
-    Example:
-        >>> import torch
-        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
-        (tensor([2, 3]), tensor([1, 2]))
-    """
-    if limit is None:
-        return batches
-    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
-    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
-    if len(none):
-        raise BadClients(
-            none,
-            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
-            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
-        )
-    return taken
-
-
-def part_of(share: Tensor, whole: int | None) -> Tensor:
-    """Return how many of the epochs, or steps, of a round clients take that do these shares of it `(K,)`, at least one.
-
-    Example:
-        >>> import torch
-        >>> part_of(torch.tensor([0.01, 0.35, 1.0]), 20)
-        tensor([ 1,  7, 20])
-    """
-    return (share * (whole or 0) - _ROUNDING).ceil().clamp(min=1).to(torch.int64)
 
 
 def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: str) -> None:

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Estimates
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     from fedtorch.data import ClientData
     from fedtorch.data.formulas.design import Design
+    from fedtorch.models.device_posterior import DevicePosterior
+    from fedtorch.models.estimates import Estimates
     from fedtorch.models.hierarchical.families import Family, Ordered
 
 WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing

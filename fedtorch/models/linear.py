@@ -25,15 +25,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import linalg, tree
-from fedtorch.data import FederatedData
-from fedtorch.models.rows import observations, regression_fields
 from fedtorch.programs import choice
+
+if TYPE_CHECKING:
+    from fedtorch.data import FederatedData
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
 
@@ -178,6 +179,8 @@ class SufficientStatistics(NamedTuple):
         >>> SufficientStatistics.of(data).cross.tolist(), block_statistics(data.stack([1])).cross.tolist()
         ([[2.0], [1.0]], [[1.0]])
         """
+        from fedtorch.models.rows import regression_fields
+
         ids, blocks = zip(*data.buckets())
         each = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
         joined = tree.take(tree.concatenate(each), torch.cat(ids).argsort())  # padding is zeros, and all are finite
@@ -235,6 +238,8 @@ def block_statistics(data: Any, features: int | None = None) -> SufficientStatis
     >>> block_statistics(data.stack([0])).cross  # 4 (3 − 1) + (2 − 1)
     tensor([[9.]], dtype=torch.float64)
     """
+    from fedtorch.models.rows import observations
+
     x, y = observations(data, features, LINEAR_EXTRAS).whitened()
     return sufficient_statistics(x, y)._replace(count=data.count.to(torch.float64))
 

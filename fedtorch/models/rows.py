@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients
-from fedtorch.data.frames.incomplete import Incomplete
+from fedtorch.expected import loaded
 from fedtorch.tree import Tree
 
 EXTRAS = ("offset", "weight", "trials")
@@ -151,7 +151,7 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
     (torch.Size([2, 5, 3]), torch.Size([2, 5]))
     """
     batch, _ = _parted(batch, ())
-    if isinstance(batch, Incomplete):
+    if isinstance(batch, loaded("fedtorch.data.frames.incomplete", "Incomplete")):
         raise ValueError(
             "Expected complete rows (x, y), but got rows with missing cells; fit what ft.inference.imputed(data) "
             "completes and pool the fits, integrate cells out by hierarchical.regression(…, covariates=), or let a "

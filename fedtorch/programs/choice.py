@@ -66,7 +66,7 @@ def possible(device: torch.device) -> bool:
     (True, False)
     """
     chosen = _mode()
-    return chosen != "off" and (is_cuda(device) or (device.type == "cpu" and chosen == "interpret"))
+    return chosen == "interpret" if device.type == "cpu" else chosen != "off" and is_cuda(device)
 
 
 def program(

@@ -2,23 +2,82 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _pooling, recurrent
+from fedtorch.stacked_layers import _branches, _linear
+
+# By module of this folder, which is imported when the first of these functions is called, what its REPLACED has.
+HOMES: dict[str, tuple[Any, ...]] = {
+    "_attention": (F.scaled_dot_product_attention,),
+    "_embeddings": (torch.embedding, torch.embedding_bag),
+    "_losses": (
+        F.cross_entropy,
+        F.nll_loss,
+        torch._C._nn.multi_margin_loss,
+        torch._C._nn.multilabel_margin_loss,
+        torch._C._nn.soft_margin_loss,
+        torch.cosine_embedding_loss,
+        torch.hinge_embedding_loss,
+        torch.kl_div,
+        torch.margin_ranking_loss,
+        torch.poisson_nll_loss,
+        torch.triplet_margin_loss,
+    ),
+    "_parts": (
+        F.bilinear,
+        F.group_norm,
+        F.rrelu,
+        Tensor.prelu,
+        Tensor.__setitem__,
+        Tensor.bincount,
+        Tensor.clamp_,
+        Tensor.contiguous,
+        torch._C._nn.max_unpool2d,
+        torch._C._nn.max_unpool3d,
+        torch._weight_norm,
+        torch.affine_grid_generator,
+        torch.bincount,
+        torch.pdist,
+        torch.prelu,
+    ),
+    "_pooling": (F.max_pool2d,),
+    "recurrent": (
+        torch.gru,
+        torch.gru_cell,
+        torch.lstm,
+        torch.lstm_cell,
+        torch.rnn_relu,
+        torch.rnn_relu_cell,
+        torch.rnn_tanh,
+        torch.rnn_tanh_cell,
+    ),
+}
+
+
+@functools.cache
+def _replacement(home: str, function: Any) -> Callable[..., Any]:
+    """Return what a module of this folder has in place of a function of torch."""
+    found: Callable[..., Any] = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED[function]
+    return found
+
+
+def _replaced(home: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return _replacement(home, function)(*args, **kwargs)
+
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
-    **_attention.REPLACED,
-    **_embeddings.REPLACED,
+    **{function: partial(_replaced, home, function) for home, functions in HOMES.items() for function in functions},
     **_linear.REPLACED,
-    **_losses.REPLACED,
-    **_parts.REPLACED,
-    **_pooling.REPLACED,
-    **recurrent.REPLACED,
 }
 # Functions written in Python, within which replaced operations are called.
 _OPENED = {
@@ -91,11 +150,14 @@ def _body(function: FunctionType) -> FunctionType:
 
     A mode is left while it is asked, so that it would not see what the function calls.
     """
-    names = {**function.__globals__, **_OTHERS}
+    names = {**function.__globals__, **dict.fromkeys(_ASKS, lambda *_: False)}
+    if function is F.multi_head_attention_forward:
+        from fedtorch.stacked_layers._attention import in_projection
+
+        names["_in_projection_packed"] = in_projection
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
 
 
 _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_OTHERS = {**dict.fromkeys(_ASKS, lambda *_: False), "_in_projection_packed": _attention.in_projection}

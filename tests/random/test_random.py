@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
-from fedtorch.random import philox as kernel, words as words_of
+from fedtorch.random import philox as kernel
 from fedtorch.random.draws import bits
 
 MASK = 0xFFFFFFFF
@@ -34,7 +34,7 @@ def signed(value: int) -> int:
 
 
 def philox(key: int, counter: list[int]) -> list[int]:
-    even, odd = words_of.philox(torch.tensor(signed(key)), counter)
+    even, odd = kernel.philox(torch.tensor(signed(key)), counter)
     return [int(word) & MASK for word in (even[0], odd[0], even[1], odd[1])]
 
 

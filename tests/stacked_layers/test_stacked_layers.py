@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from torch.func import functional_call
 from fedtorch import random
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
+from fedtorch.stacked_layers._mode import HOMES
 
 CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
 
@@ -325,3 +327,9 @@ def test_writes_and_orders_in_memory_of_other_tensors_are_torch_s():
         x[mask] = 9
     assert x.flatten().tolist() == [9, 1, 9, 3, 4, 5]
     assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_mode_knows_what_the_modules_of_its_folder_replace() -> None:
+    for home, functions in HOMES.items():
+        replaced = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED
+        assert set(functions) == set(replaced), home

@@ -17,8 +17,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.solvers.lightning_fit import isolated
 from fedtorch.module_randomness.interception import KeyedRandomness
 from zoo.case import Case
 

@@ -1,8 +1,11 @@
-"""How many files of the package one round goes through.
+"""How many files of the package one round goes through, and how many it loads.
 
-Counts the files and functions of `fedtorch` that run in the second round of FedAvg by gradient descent and by closed
-form in one process, in one iteration of a vertical fit among two parties and a server, and in one round of FedAvg over
-two sites, both ends counted together. Fewer is easier to follow; `docs/explanation/architecture.md` names the files.
+Counts the files, functions and calls of `fedtorch` that run in the second round of FedAvg in one process, by gradient
+descent of a perceptron and of a linear LightningModule, by a program of linear models and in closed form; in a round of
+expectation propagation of a formula; in one iteration of a vertical fit among two parties and a server; in one round of
+FedAvg over two sites, both ends counted together; and from making a perceptron's federation to the end of its first
+round. Bodies of modules are not counted. The files that two rounds of a perceptron's federation load are counted in a
+process of their own. Fewer is easier to follow; `docs/explanation/architecture.md` names the files.
 
 `python -m experiments.benchmarks.walk [--verbose]`
 """
@@ -10,6 +13,7 @@ two sites, both ends counted together. Fewer is easier to follow; `docs/explanat
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,9 +23,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import lightning as L
+import pandas as pd
 import torch
+from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.models import hierarchical
 from fedtorch.sites import Hub, SiteConfiguration, join
 from fedtorch.sites.streams import memory
 from fedtorch.vfl.nodes.iteration import exchange
@@ -31,7 +39,7 @@ ROOT = f"{Path(ft.__file__).parent}/"
 
 
 class Walk:
-    """The files and functions of the package that run in some work.
+    """The files, functions and calls of the package that run in some work.
 
     Other threads are seen, too, where `threading.setprofile(walk.see)` was called before they began.
     """
@@ -39,17 +47,19 @@ class Walk:
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.functions: set[tuple[str, str]] = set()
+        self.calls = 0
         self.on = False
 
     def see(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note a call, as a profile function."""
-        name = frame.f_code.co_filename
-        if self.on and event == "call" and name.startswith(ROOT):
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if self.on and event == "call" and function != "<module>" and name.startswith(ROOT):
             self.files.add(name[len(ROOT) :])
-            self.functions.add((name, frame.f_code.co_name))
+            self.functions.add((name, function))
+            self.calls += 1
 
-    def of(self, work: Callable[[], Any]) -> None:
-        """Walk through some work."""
+    def of(self, work: Callable[[], Any]) -> Walk:
+        """Walk through some work, and return itself."""
         self.on = True
         sys.setprofile(self.see)
         try:
@@ -57,16 +67,80 @@ class Walk:
         finally:
             sys.setprofile(None)
             self.on = False
+        return self
 
 
-def in_process(local: ft.LocalSolver) -> Walk:
-    """The second round of FedAvg in one process."""
-    data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20)) for _ in range(6)])
-    run = ft.Run(ft.fedavg(local), ft.InProcess(data))
+class Net(L.LightningModule):
+    """A network with the squared error and SGD.
+
+    Args:
+        net: from rows to one output.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean squared error of a batch (x, y)."""
+        return nn.functional.mse_loss(self.net(batch[0])[..., 0], batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def perceptron() -> Net:
+    """A perceptron of one hidden layer."""
+    return Net(nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1)))
+
+
+def made(local: ft.LocalSolver, *outputs: int) -> ft.Run:
+    """A run of FedAvg in one process, of six clients with rows for three minibatches."""
+    data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20, *outputs)) for _ in range(6)])
+    return ft.Run(ft.fedavg(local), ft.InProcess(data))
+
+
+def second_round(run: ft.Run) -> Walk:
+    """The second round of a run."""
     run.step()
-    walk = Walk()
-    walk.of(run.step)
-    return walk
+    return Walk().of(run.step)
+
+
+def of_a_formula() -> Walk:
+    """The second round of expectation propagation of a linear mixed model by its formula."""
+    frame = pd.DataFrame({"site": ["a", "b", "c"] * 8, "x": torch.randn(24).tolist(), "y": torch.randn(24).tolist()})
+    data = ft.data.from_frame(frame, client="site", formula="y ~ x + (1 | site)")
+    return second_round(ft.Run(ft.ep(hierarchical.regression(data.design, noise=1.0)), ft.InProcess(data)))
+
+
+def loaded() -> list[str]:
+    """The files of the package that are loaded after two rounds of a perceptron's federation."""
+    program = f"""
+import sys
+import lightning, torch
+import fedtorch as ft
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.mse_loss(self.net(batch[0])[..., 0], batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20)) for _ in range(6)])
+run = ft.Run(ft.fedavg(ft.gradient_descent(Net(), epochs=1, batch_size=8)), ft.InProcess(data))
+run.step(), run.step()
+for module in list(sys.modules.values()):
+    if (getattr(module, "__file__", None) or "").startswith({ROOT!r}):
+        print(module.__file__[{len(ROOT)} :])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return sorted(done.stdout.split())
 
 
 def vertical() -> Walk:
@@ -76,9 +150,7 @@ def vertical() -> Walk:
     network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
     server, parties = network.nodes(data, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
     exchange(server, parties, Iteration(step=0))
-    walk = Walk()
-    walk.of(lambda: exchange(server, parties, Iteration(step=1)))
-    return walk
+    return Walk().of(lambda: exchange(server, parties, Iteration(step=1)))
 
 
 def over_sites() -> Walk:
@@ -111,20 +183,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verbose", action="store_true", help="print the files, too")
     options = parser.parse_args()
-    line = torch.nn.Linear(3, 1)
-    loss = lambda output, y: torch.nn.functional.mse_loss(output[..., 0], y)
+    torch.manual_seed(0)
+    line = nn.Linear(3, 1)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    descent = ft.gradient_descent(line, epochs=1, batch_size=8, loss=loss, optimizer=sgd)
+    descent = partial(ft.gradient_descent, epochs=1, batch_size=8)
     walks = {
-        "a round of FedAvg, gradient descent": in_process(descent),
-        "a round of FedAvg, closed form": in_process(ft.least_squares(line)),
+        "a round of FedAvg, gradient descent of a perceptron": second_round(made(descent(perceptron()))),
+        "a round of FedAvg, gradient descent of a linear LightningModule": second_round(made(descent(Net(line)))),
+        "a round of FedAvg, gradient descent of a linear layer, by its program": second_round(
+            made(descent(line, loss=nn.functional.mse_loss, optimizer=sgd), 1)
+        ),
+        "a round of FedAvg, closed form": second_round(made(ft.least_squares(line))),
+        "a round of expectation propagation of a formula": of_a_formula(),
         "an iteration of a split network": vertical(),
         "a round over two sites, both ends": over_sites(),
+        "making a perceptron's federation, and its first round": Walk().of(lambda: made(descent(perceptron())).step()),
     }
     for name, walk in walks.items():
-        print(f"{name}: {len(walk.files)} files, {len(walk.functions)} functions")
+        print(f"{name}: {len(walk.files)} files, {len(walk.functions)} functions, {walk.calls} calls")
         if options.verbose:
             print("  " + "\n  ".join(sorted(walk.files)))
+    files = loaded()
+    print(f"loaded by two rounds of a perceptron's federation: {len(files)} files")
+    if options.verbose:
+        print("  " + "\n  ".join(files))
 
 
 if __name__ == "__main__":

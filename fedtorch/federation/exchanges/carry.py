@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fedtorch.federation.exchanges.exchange import Exchange, Sum
-from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.exchanges.star import star
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ def hears_neighbours(exchange: Exchange, network: Network) -> bool:
         >>> hears_neighbours(ft.graph(ring), ring), hears_neighbours(ft.graph(ft.Network.ring(6)), ring)
         (True, False)
     """
+    from fedtorch.federation.exchanges.graph import Neighbourhood, graph
+
     if not isinstance(exchange.scatter(torch.zeros(network.nodes, 1), slice(0, 1)), Neighbourhood):
         return False
     one = Sum(torch.ones(1))  # of the first node

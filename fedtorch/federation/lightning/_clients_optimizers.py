@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fedtorch.data import BadClients
 from fedtorch.data.loaders import FederatedLoaders
-from fedtorch.federation.local_schedule import LocalOptimizer, limited
+from fedtorch.federation.local_schedule import LocalOptimizer
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.solvers.batches import limited
 
 _SHOWN = ("lr", "momentum", "betas", "weight_decay", "name")  # of a parameter group, what callbacks read
 _PLANNED, _HELD = "planned_lr", "held"  # by the clients' schedules; whether a callback's own rate is in their place

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import (
@@ -22,6 +24,51 @@ from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.population import Population
 
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
+
+
+# Arguments of a Trainer that cannot act: a value that would act on a module, None of any other; what to do instead.
+_REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "precision": (
+        lambda trainer: trainer.precision if trainer.precision != "32-true" else None,
+        _SOLVER.format('precision="bf16"', "precision="),
+    ),
+    "gradient_clip_val": (
+        lambda trainer: trainer.gradient_clip_val,
+        _SOLVER.format("clip=", "gradient_clip_val="),
+    ),
+    "gradient_clip_algorithm": (
+        lambda trainer: trainer.gradient_clip_algorithm,
+        _SOLVER.format("clip=", "gradient_clip_algorithm="),
+    ),
+    "accumulate_grad_batches": (
+        lambda trainer: trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
+        _SOLVER.format("batch_size=", "accumulate_grad_batches="),
+    ),
+    "overfit_batches": (
+        lambda trainer: None if trainer.fast_dev_run else trainer.overfit_batches or None,
+        "train on few rows or clients: data.select([0])",
+    ),
+    "limit_train_batches": (
+        lambda trainer: limit_of(trainer, "train"),  # acts where clients' epochs have a number of minibatches
+        _SOLVER.format("steps=", "limit_train_batches="),
+    ),
+    "limit_predict_batches": (
+        lambda trainer: limit_of(trainer, "predict"),
+        "predict for fewer clients or rows with federation.run.predict(data, clients=)",
+    ),
+    "reload_dataloaders_every_n_epochs": (
+        lambda trainer: trainer.reload_dataloaders_every_n_epochs or None,
+        "take ft.Growing for clients whose rows change",
+    ),
+    "val_check_interval": (
+        lambda trainer: every if isinstance(every := trainer.val_check_interval, float) and every != 1 else None,
+        "a round is a batch: check_val_every_n_epoch=2 scores every second round",
+    ),
+    "sync_batchnorm": (
+        lambda trainer: True if trainer._accelerator_connector._layer_sync is not None else None,
+        'average statistics by ft.gradient_descent(…, buffers="average")',
+    ),
+}
 _CALLBACKS = {
     WeightAveraging: "take StochasticWeightAveraging, or keep averages in a recorder, record=",
     GradientAccumulationScheduler: "give it to ft.lightning_fit(callbacks=)",
@@ -44,33 +91,17 @@ def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
     Raises:
         ValueError: the message names the setting, and where to say it instead.
     """
-    if trainer.precision != "32-true":
-        _refuse(f"precision={trainer.precision!r}", _SOLVER.format('precision="bf16"', "precision="))
-    if trainer.gradient_clip_val is not None:
-        _refuse(f"gradient_clip_val={trainer.gradient_clip_val}", _SOLVER.format("clip=", "gradient_clip_val="))
-    if trainer.accumulate_grad_batches != 1:
-        _refuse(
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            _SOLVER.format("batch_size=", "accumulate_grad_batches="),
-        )
-    if trainer.gradient_clip_algorithm is not None:
-        _refuse(
-            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}",
-            _SOLVER.format("clip=", "gradient_clip_algorithm="),
-        )
-    _check_batches(trainer, limits)
+    for name, (acting, instead) in _REFUSED.items():
+        if (value := acting(trainer)) is not None and not (limits and name == "limit_train_batches"):
+            _refuse(f"{name}={value!r}", instead)
     if getattr(trainer, "datamodule", None) is not None:
-        _refuse(
-            "datamodule=",
-            "every client has its own: ft.data.from_datamodules({name: datamodule})",
-        )
+        _refuse("datamodule=", "every client has its own: ft.data.from_datamodules({name: datamodule})")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, instead in _CALLBACKS.items():
-            if isinstance(callback, kind):
-                _refuse(f"the callback {type(callback).__name__}", instead)
+        advice = {kind: said for kind, said in _CALLBACKS.items() if isinstance(callback, kind)}
         if isinstance(callback, _FOLLOWERS) and not rates:
-            name = type(callback).__name__
-            _refuse(f"the callback {name}", "these clients have no learning rates that are known to this process")
+            advice[type(callback)] = "these clients have no learning rates that are known to this process"
+        for said in advice.values():
+            _refuse(f"the callback {type(callback).__name__}", said)
 
 
 def limit_of(trainer: L.Trainer, stage: str) -> float | None:
@@ -94,28 +125,6 @@ def items_for(limit: float | None) -> list[int]:
 def reads_rates(callback: L.Callback) -> bool:
     """Return whether a callback may look at learning rates: those of Lightning that do, and all of others."""
     return isinstance(callback, _FOLLOWERS) or not type(callback).__module__.startswith(("lightning.", "fedtorch."))
-
-
-def _check_batches(trainer: L.Trainer, limits: bool) -> None:
-    """Refuse settings of loaders: an epoch has one batch, which is the round, and clients have the rows."""
-    few = trainer.overfit_batches  # type: ignore[attr-defined]
-    if few and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        _refuse(f"overfit_batches={few}", "train on few rows or clients: data.select([0])")
-    advice = {} if limits else {"train": _SOLVER.format("steps=", "limit_train_batches=")}
-    advice["predict"] = "predict for fewer clients or rows with federation.run.predict(data, clients=)"
-    for stage, instead in advice.items():
-        if (limit := limit_of(trainer, stage)) is not None:
-            _refuse(f"limit_{stage}_batches={limit}", instead)
-    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-        _refuse(f"reload_dataloaders_every_n_epochs={every}", "take ft.Growing for clients whose rows change")
-    every = trainer.val_check_interval
-    if isinstance(every, float) and every != 1:
-        _refuse(
-            f"val_check_interval={every}", "a round is a batch: check_val_every_n_epoch=2 scores every second round"
-        )
-    if trainer._accelerator_connector._layer_sync is not None:
-        _refuse("sync_batchnorm=True", 'average statistics by ft.gradient_descent(…, buffers="average")')
 
 
 def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch._devices import is_cuda
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.data.client_loaders import ClientLoaders, NoRows
+from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.exchanges.carry import Carry
@@ -31,6 +31,9 @@ from fedtorch.federation.populations.state_table import StateTable
 from fedtorch.federation.turn import Turn
 from fedtorch.learns import Field
 from fedtorch.tree import Rows, Tree
+
+if TYPE_CHECKING:
+    from fedtorch.data.client_loaders import ClientLoaders
 
 BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
@@ -118,7 +121,7 @@ class LocalClients:
         except BadClients as error:
             name = self.names[int(ids[error.rows[0]])]
             raise ValueError(f"Client {name!r}: {error}") from error
-        except NoRows as error:
+        except loaded("fedtorch.data.client_loaders", "NoRows") as error:
             settings = self.algorithm.settings
             name = " of ".join(settings[each] for each in ("algorithm", "local.solver") if each in settings)
             raise TypeError(f"{name}: {error}") from error

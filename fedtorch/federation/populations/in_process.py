@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedtorch._devices import is_cuda
-from fedtorch.data import ClientData, FederatedData, FederatedLoaders
-from fedtorch.data.digests import Notes, noted
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
-from fedtorch.federation.populations.stored import StoredClients
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.data import FederatedLoaders
+    from fedtorch.data.digests import Notes
 
 
 class InProcess:
@@ -58,15 +61,21 @@ class InProcess:
 
     @functools.cached_property
     def _noted(self) -> Notes:
+        from fedtorch.data.digests import noted
+
         return noted(self.data)
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
         """Return what checkpoints note of rows; see `Population.noted`."""
+        from fedtorch.data.digests import noted
+
         return self._noted if clients in (None, len(self.data)) else noted(self.data, clients)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """Return the clients for one run of `algorithm`."""
         if self.data.on_disk:
+            from fedtorch.federation.populations.stored import StoredClients
+
             return StoredClients(algorithm, state, self.data, self.chunk)
         return LocalClients(algorithm, state, self.data.names, self.blocks(), len(self.data), self.chunk)
 
@@ -78,7 +87,7 @@ def placed(
     data: Any, chunk: int | None, device: torch.device | str | None
 ) -> tuple[Any, tuple[str, ...], torch.device]:
     """Return (data on the device, their clients' names, the device), if a population can be made of them."""
-    if not isinstance(data, (FederatedData, FederatedLoaders)):
+    if not isinstance(data, (FederatedData, loaded("fedtorch.data.loaders", "FederatedLoaders"))):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
             "from_datasets, from_frame or partition, or take loaders as they are by from_loaders"

@@ -5,25 +5,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch._devices import every_generator, generators, restored
-from fedtorch.data import ClientData, FederatedData, FederatedLoaders
+from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.federated import described_rows
+from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients
 from fedtorch.federation.solvers.prediction import shared_sizes
-from fedtorch.metrics.pooled import any_metrics
-from fedtorch.metrics.scores import Score, score_of
-from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.tree import Tree
 
-Evaluable = FederatedData | FederatedLoaders  # what clients are scored on
+if TYPE_CHECKING:
+    from fedtorch.data import FederatedLoaders
+    from fedtorch.metrics.scores import Score
+
+    Evaluable = FederatedData | FederatedLoaders  # what clients are scored on
+else:
+    Evaluable = Any
 T = TypeVar("T")
 Split = Callable[[Tree], tuple[Tree, Any]]  # rows -> (inputs, targets)
 
@@ -140,6 +144,9 @@ class Sums:
         batch_size: int | None = None,
         in_process: bool = True,
     ) -> None:
+        from fedtorch.metrics.pooled import any_metrics
+        from fedtorch.metrics.stacked import StackedMetric
+
         self._predict, self._split, self._batch_size = predict, split, batch_size
         self._every = any_metrics(metrics, in_process)
         self._stacked = {name: metric for name, metric in self._every.items() if isinstance(metric, StackedMetric)}
@@ -258,6 +265,8 @@ class Sums:
         return {name: scores[name] for name in self._every}
 
     def _score(self, name: str, told: ClientSums) -> Score:
+        from fedtorch.metrics.scores import score_of
+
         raised = told.raised > 0
         score, error = score_of(self._stacked[name], told.sums, raised), self._errors.get(name)
         if error is not None and bool(raised.any()) and bool(score.clients.isnan().all()):
@@ -317,7 +326,7 @@ def check_same_clients(data: Evaluable, names: Sequence[str], kind: str = "valid
         Traceback (most recent call last):
         ValueError: Expected validation rows of the same clients, but client 1 is 'b' there and 'c' in the population
     """
-    if not isinstance(data, FederatedLoaders):
+    if not isinstance(data, loaded("fedtorch.data.loaders", "FederatedLoaders")):
         expected.kind(data, FederatedData, f"{kind}= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return

@@ -251,7 +251,7 @@ def check_work(faults: Faults, algorithm: Algorithm) -> None:
 
 
 def shares_of_work(
-    faults: Faults | None, key: Tensor, hear: Tensor | None, names: Tensor
+    faults: Faults, key: Tensor, hear: Tensor | None, names: Tensor
 ) -> Callable[[Tensor], Tensor] | None:
     """Return ids -> the share of the round's work of these clients, of faults that have any.
 
@@ -261,7 +261,7 @@ def shares_of_work(
         hear: the clients that work in the round, ascending, None for all; they are drawn together.
         names: `(K,)` the numbers of the population's names.
     """
-    if faults is None or faults.work is None:
+    if faults.work is None:
         return None
     ids = torch.arange(len(names)) if hear is None else hear
     share = faults.work(random.fold_in(random.fold_in(key, 3), names[ids]), ids).to(torch.float64)

@@ -10,16 +10,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint, tree
 from fedtorch.checkpoint import below, describe
-from fedtorch.data import Design
-from fedtorch.data.digests import different
-from fedtorch.federation import joining
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import agreed
 from fedtorch.federation.populations.population import Clients, Population
@@ -30,6 +27,9 @@ from fedtorch.federation.runs.server_module import Modules
 from fedtorch.history import History, Recorder, Round
 from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.data import Design
 
 _COUNTS = ("number", "bytes_up", "bytes_down")
 _MANY = 2**14  # of so many clients, a few were once drawn one after the other
@@ -101,6 +101,8 @@ class Resumable:
         Raises:
             ValueError: it belongs to another run.
         """
+        from fedtorch.federation import joining
+
         now = len(self.population.names)
         before = int(flat["rows.clients"]) if "rows.clients" in flat else now
         _check_number(before, now, joined)
@@ -165,6 +167,8 @@ class Resumable:
 
     def _check_rows(self, before: Mapping[str, Tensor], clients: int) -> None:
         """Refuse other rows of the clients that were there, as far as they are noted."""
+        from fedtorch.data.digests import different
+
         names = self.population.names
         if (changed := different(before, self.population.noted(clients), names)) is not None:
             raise ValueError(

@@ -23,7 +23,6 @@ from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
-from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
 from fedtorch.federation.runs.faults import Fates, Faults, check_work, fates, shares_of_work
 from fedtorch.federation.runs.resuming import Resumable
@@ -32,7 +31,6 @@ from fedtorch.federation.runs.server_module import Modules
 from fedtorch.federation.turn import Turn
 from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.learns import as_frame, in_brief
-from fedtorch.progress import Progress
 from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
@@ -117,7 +115,11 @@ class Run(Scored, Resumable):
         self._begin = partial(begun, algorithm, parameters)
         server, state = self._begin(clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
-        self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
+        self.network = None
+        if faults is not None and faults.twice is not None:
+            from fedtorch.federation.runs.deliveries import Deliveries
+
+            self.network = Deliveries(hidden, faults.twice)
         delivered = hidden if self.network is None else self.network.algorithm
         self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
@@ -138,8 +140,11 @@ class Run(Scored, Resumable):
         if algorithm.budget is not None:
             drawing = self._turn(done).keys(everybody if asked is None else asked)
             algorithm.budget.spend(self.number, asked, drawing)
-        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, self._names)
-        turn = self._turn(done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, self._names))
+        fate, share = Fates(asked), None
+        if self.faults is not None:
+            fate = fates(self.faults, keys.faults, asked, self._names)
+            share = shares_of_work(self.faults, keys.faults, fate.hear, self._names)
+        turn = self._turn(done, **ask, share=share)
         pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)
@@ -350,6 +355,8 @@ def run(
         >>> ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2).number
         2
     """
+    from fedtorch.progress import Progress
+
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
     check_length(algorithm.schedule, rounds, f"ft.run(…, rounds={rounds})")
     title = str(algorithm.settings.get("algorithm", "Rounds"))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
-from fedtorch.data import BadClients, FederatedData, FederatedLoaders
-from fedtorch.data.digests import different, noted
+from fedtorch.data import BadClients, FederatedData
+from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Clients, Population
-from fedtorch.federation.runs.diagnosis import Diagnosis, diagnosis
 from fedtorch.federation.runs.evaluation import (
     ClientBatches,
     Evaluable,
@@ -24,10 +24,16 @@ from fedtorch.federation.runs.evaluation import (
     evaluate_batches,
     inputs_and_targets,
 )
-from fedtorch.federation.runs.own_steps import AloneTrainer, OwnSteps, has_step
-from fedtorch.metrics.scores import Score
 from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from fedtorch.data import FederatedLoaders
+    from fedtorch.federation.runs.diagnosis import Diagnosis
+    from fedtorch.federation.runs.own_steps import OwnSteps
+    from fedtorch.metrics.scores import Score
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
 _NAMED = 3  # clients in a message
@@ -93,10 +99,10 @@ class Scored:
         _check_order(data, self.population.names, unseen)
         self._warn_of_training_rows(data)
         if metrics is None:
-            return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
+            return _own(self, step, trainer).scores(partial(client_batches, self, data, unseen, batch_size))
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        if isinstance(data, FederatedLoaders):
+        if _has_loaders(data):
             each = client_batches(self, data, unseen, batch_size)
             return evaluate_batches(each, self.algorithm.predict, metrics, split)
         clients = self._newcomers if unseen else self.clients
@@ -135,6 +141,8 @@ class Scored:
             >>> print(run.diagnosis(rows(0.0, 0.5), torch.nn.functional.mse_loss).verdict[:9])
             overfits:
         """
+        from fedtorch.federation.runs.diagnosis import diagnosis
+
         training = getattr(self.population, "data", None) if training is None else training
         if training is None:
             raise ValueError("Expected the rows of training, which are not in this process; pass training=")
@@ -147,6 +155,8 @@ class Scored:
         """Warn once of a private run where the rows that it trains on are scored."""
         if self.algorithm.budget is None or self._warned or not isinstance(data, FederatedData) or data.on_disk:
             return
+        from fedtorch.data.digests import different, noted
+
         trained, names = self.population.noted(), self.population.names
         if "digests" in trained and different(trained, noted(data), names) is None:
             self._warned = True
@@ -196,6 +206,8 @@ def predictor_of(
     run: Scored, split: Callable[[Tree], tuple[Tree, Any]] | None, trainer: Any
 ) -> Callable[[ClientBatches], list[Any]]:
     """Return what predicts for a client: the outputs of its batches; see `Scored.predict`."""
+    from fedtorch.federation.runs.own_steps import has_step
+
     if has_step(run.algorithm.module, "predict"):
         return _own(run, "predict", trainer).outputs
     predict, device = run.algorithm.predict, run.population.device
@@ -227,7 +239,7 @@ def client_batches(
     Raises:
         ValueError: the rows are not those of the run's clients.
     """
-    if not isinstance(data, FederatedLoaders):
+    if not _has_loaders(data):
         expected.kind(
             data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])"
         )
@@ -243,19 +255,19 @@ def client_batches(
         raise ValueError(
             "Expected rows to evaluate on, but got none; where they are at sites, pass metrics= that the sites offer"
         )
-    if batch_size is not None and isinstance(data, FederatedLoaders):
+    if batch_size is not None and _has_loaders(data):
         raise ValueError(f"Expected batch_size=None for clients with loaders, which have theirs, but got {batch_size}")
     keys = random.fold_in(random.fold_in(random.key(run.seed), _KEY), numbers(tuple(data.names)))
     for ids in torch.arange(len(data))[slice(None) if some is None else list(some)].split(_TOGETHER):
         tensors, seeds = _models(run, ids, unseen), keys[ids].tolist()
         for row, (client, seed) in enumerate(zip(ids.tolist(), seeds)):
             model = tree.map(lambda leaf, row=row: leaf[row], tensors)
-            batches = (
-                _loaded(data, client, seed)
-                if isinstance(data, FederatedLoaders)
-                else _batches(data[client], batch_size)
-            )
+            batches = _loaded(data, client, seed) if _has_loaders(data) else _batches(data[client], batch_size)
             yield ClientBatches(client, data.names[client], seed, model, batches)
+
+
+def _has_loaders(data: Evaluable) -> TypeIs[FederatedLoaders]:
+    return isinstance(data, loaded("fedtorch.data.loaders", "FederatedLoaders"))
 
 
 def _check_order(data: Evaluable, names: Sequence[str], unseen: bool) -> None:
@@ -270,6 +282,8 @@ def _check_order(data: Evaluable, names: Sequence[str], unseen: bool) -> None:
 
 def _own(run: Scored, step: str, trainer: Any) -> OwnSteps:
     """Return the evaluation by the module's own steps."""
+    from fedtorch.federation.runs.own_steps import AloneTrainer, OwnSteps, has_step
+
     module = run.algorithm.module
     if not has_step(module, step):
         raise ValueError(

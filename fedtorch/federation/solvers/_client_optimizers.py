@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedtorch.federation.solvers._configured import StepRefused
 from fedtorch.federation.solvers.host_state import HostGenerators, equal_or_nan
 from fedtorch.module_randomness.step_draws import Draws
 from fedtorch.optimisers import State, options
@@ -26,10 +27,6 @@ Parts = dict[str, Any]  # of the state of a parameter
 _BEGUN = "begun"  # a part of its own: whether the client's optimiser has kept anything of the parameter
 _NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # of an optimiser
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-
-
-class StepRefused(TypeError):
-    """An optimiser cannot take a client's step, or its state cannot be kept."""
 
 
 class ClientOptimizers:

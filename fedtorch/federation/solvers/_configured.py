@@ -26,6 +26,10 @@ _SPEED = {"params", "foreach", "fused", "capturable", "differentiable"}  # optio
 _WITHIN = {"_schedulers", "_milestones"}  # private attributes in which schedulers keep others
 
 
+class StepRefused(TypeError):
+    """An optimiser cannot take a client's step, or its state cannot be kept."""
+
+
 class HasGroups(Protocol):
     """What has groups of parameters with hyperparameters: an optimiser, or those of several clients."""
 

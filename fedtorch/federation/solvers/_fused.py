@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,8 +93,3 @@ class FusedSteps:
             **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
         )
         count.add_(1)
-
-
-def by_parameter(tensors: Mapping[str, Tensor], each: Sequence[Any]) -> dict[Tensor, Any]:
-    """Return values that are in the order of the parameters, by parameter."""
-    return dict(zip(tensors.values(), each))

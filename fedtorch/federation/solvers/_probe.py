@@ -10,24 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedtorch import functional, random, tree
 from fedtorch._devices import generators, restored
 from fedtorch._untrained import Remembered, refuse_untrained
-from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.data.padding import is_dense
-from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
-from fedtorch.federation.solvers._probed_rows import spread_rows
 from fedtorch.federation.solvers._state import perturbed
-from fedtorch.federation.solvers.advice import explained
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators
-from fedtorch.federation.solvers.loaders.batches import rows_in
-from fedtorch.federation.solvers.parameter_hooks import backward_hooks
 from fedtorch.federation.solvers.python_state import PythonState, refuse_kept
-from fedtorch.federation.solvers.stacked_loss import NotCaptured, StackedLoss
+from fedtorch.federation.solvers.stacked_loss import NotCaptured, StackedLoss, backward_hooks
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.tree import Tree
@@ -37,6 +32,9 @@ _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
     "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
 )
+SIZES = (5, 7)  # of batches on which a broadcast is confirmed: what has one of them by chance has not the other
+_SAME = 1e-4  # relative: losses that differ by less are the same
+_LOOKED_AT = 16  # rows of a block that are looked at
 
 
 def check_rows(
@@ -76,6 +74,8 @@ def check_rows(
             refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
         if error is None or (device != data.count.device and not isinstance(error, IndexError)):
             continue
+        from fedtorch.federation.solvers.advice import explained
+
         if "checkpoint" in str(error) or (isinstance(error, Warning) and "requires_grad" in str(error)):
             raise RuntimeError(_CHECKPOINTED) from error
         alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
@@ -101,6 +101,9 @@ def check_batch(
         ValueError: the loss reads parameters that are not trained, or compares every output with every target.
         RuntimeError: it checkpoints activations.
     """
+    from fedtorch.federation.solvers.advice import explained
+    from fedtorch.federation.solvers.loaded_batches import rows_in
+
     objective = stacked.objective.to(device)
     own, rows = _own(stacked, values, device), tuple(batch) if isinstance(batch, list) else batch
     if objective.supervised and not (isinstance(rows, tuple) and len(rows) == 2):
@@ -295,6 +298,8 @@ def _choose(
 
 
 def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str) -> None:
+    from fedtorch.captured import IndexUsed, capture
+
     asked = twin.objective.trainer.asked - {"max_epochs", "training"}
     changing = [f"trainer.{question}" for question in sorted(asked)]
     try:
@@ -321,3 +326,109 @@ def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.devic
 
 def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:
     return tree.map(lambda leaf: leaf[client, row].to(device), data.batch)
+
+
+class Broadcasts(TorchFunctionMode):
+    """Look for operations on `(n, 1, ...)` and `(n, ...)`, which torch broadcasts to `(n, n, ...)`.
+
+    The mean of that is a loss of every output and every target. It is found where it happens, in a loss function as
+    well as inside a `training_step`: an operation on floating-point numbers of these two shapes, of which one depends
+    on the parameters and the other does not. Whether that matters, `refuse_broadcast` tries out.
+
+    Args:
+        rows: n.
+        mends: whether they are given `(n, ...)` twice instead.
+
+    Attributes:
+        met: (shape of what depends on the parameters, shape of the other) of the first one; None for none.
+    """
+
+    def __init__(self, rows: int, mends: bool = False) -> None:
+        super().__init__()
+        self._rows, self._mends = rows, mends
+        self.met: tuple[list[int], list[int]] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        first, second = given[:2]
+        if not self._crosses(first, second):
+            return func(*args, **kwargs)
+        output, target = (first, second) if first.requires_grad else (second, first)
+        self.met = self.met or (list(output.shape), list(target.shape))
+        if self._mends:
+            shape = max(first.shape, second.shape, key=len)
+            narrow = lambda value: value[:, 0] if isinstance(value, Tensor) and value.shape == shape else value
+            args, kwargs = tuple(map(narrow, args)), {name: narrow(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _crosses(self, first: Any, second: Any) -> bool:
+        if not (isinstance(first, Tensor) and isinstance(second, Tensor)) or self._rows < 2:
+            return False
+        less, more = sorted((first, second), key=Tensor.dim)
+        return (
+            more.shape == (self._rows, 1, *less.shape[1:])
+            and less.shape[:1] == (self._rows,)
+            and first.requires_grad != second.requires_grad
+            and first.is_floating_point()
+            and second.is_floating_point()
+        )
+
+
+def refuse_broadcast(loss: Callable[[int], Tensor], name: str, met: tuple[list[int], list[int]]) -> None:
+    """Raise ValueError if the loss of batches of some rows is another one when no such operation broadcasts.
+
+    A module has lost nothing if the loss is the same with the spare dimension dropped, or does not exist without it.
+
+    Args:
+        loss: number of rows -> the loss of so many.
+        name: of the module.
+        met: see `Broadcasts`.
+    """
+    for size in SIZES:
+        try:
+            given, mends = loss(size), Broadcasts(size, mends=True)
+            with mends:
+                mended = loss(size)
+        except Exception:  # it means the shapes as they are
+            return
+        if mends.met is None or torch.allclose(given, mended, rtol=_SAME, atol=0.0, equal_nan=True):
+            return
+    output, target = met
+    same = "output[:, 0] with target, or output with target[:, None]"
+    other = "output with target[:, 0], or output[:, None] with target"
+    raise ValueError(
+        f"Expected a loss of outputs and targets of one shape, but {name} has outputs {tuple(output)} and targets "
+        f"{tuple(target)}, which torch broadcasts: every output would be compared with every target; compare "
+        f"{same if len(output) > len(target) else other}"
+    )
+
+
+def spread_rows(data: Any) -> tuple[Tensor, Tensor]:
+    """Return (client, row) of rows spread over a block, and of those with the smallest and largest whole numbers."""
+    ends = data.count.cumsum(0)
+    at = _evenly(int(ends[-1]), _LOOKED_AT).to(ends.device)
+    client = torch.searchsorted(ends, at, right=True)
+    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
+            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
+            first = low[client[0], 0]
+            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
+            both = torch.stack(extremes)
+            choice.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
+
+
+def first_rows(data: Any) -> Tree:
+    """Return the first rows of the client that has most."""
+    client = int(data.count.argmax())
+    count = min(_LOOKED_AT, int(data.count[client]))
+    return tree.map(lambda leaf: leaf[client, :count], data.batch)
+
+
+def _evenly(count: int, most: int) -> Tensor:
+    """Return at most so many of `count` places; single precision would miss those of very many."""
+    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
 from fedtorch.federation.local_schedule import LocalOptimizer, mean_groups
-from fedtorch.federation.solvers.loaders.batches import rows_in
+from fedtorch.federation.solvers.loaded_batches import rows_in
 from fedtorch.optimisers import options
 
 

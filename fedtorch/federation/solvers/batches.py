@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.local_schedule import batches_of, limited, part_of
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
 _MANY = 10_000  # rows of a step that are seldom meant
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 _GATHERED = 2**16  # numbers of the rows that are looked up at a time, unless those of a step are more
+_ROUNDING = 1e-6  # of an epoch: a third of 3 epochs is one, whatever float says
 # Purposes of a client's key: the order of its rows, the draws of its module and of its optimiser.
 PERMUTATIONS, MODULE, OPTIMIZER = 0, 1, 2
 
@@ -390,3 +390,51 @@ def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
         most = int(count.max())
         level = logging.WARNING if most > _MANY else logging.INFO
         _LOG.log(level, "batch_size= is not given: a step takes all of a client's rows, up to %d", most)
+
+
+def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -> Tensor:
+    """Return how many minibatches an epoch of clients with so many rows `(K,)` has; None for all rows at once.
+
+    Example:
+        >>> count = torch.tensor([4, 9, 12])
+        >>> batches_of(count, 4), batches_of(count, 4, drop_last=True)
+        (tensor([1, 3, 3]), tensor([1, 2, 3]))
+    """
+    if batch_size is None:
+        return torch.ones_like(count)
+    return count // batch_size if drop_last else (count + batch_size - 1) // batch_size
+
+
+def limited(batches: Tensor, limit: float | None) -> Tensor:
+    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
+
+    Raises:
+        BadClients: a share leaves none of the minibatches of some clients.
+
+    Example:
+        >>> import torch
+        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
+        (tensor([2, 3]), tensor([1, 2]))
+    """
+    if limit is None:
+        return batches
+    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
+    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
+    if len(none):
+        raise BadClients(
+            none,
+            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
+            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
+        )
+    return taken
+
+
+def part_of(share: Tensor, whole: int | None) -> Tensor:
+    """Return how many of the epochs, or steps, of a round clients take that do these shares of it `(K,)`, at least one.
+
+    Example:
+        >>> import torch
+        >>> part_of(torch.tensor([0.01, 0.35, 1.0]), 20)
+        tensor([ 1,  7, 20])
+    """
+    return (share * (whole or 0) - _ROUNDING).ceil().clamp(min=1).to(torch.int64)

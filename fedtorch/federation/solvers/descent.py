@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,22 @@ from fedtorch import functional, random, tree
 from fedtorch._devices import every_generator, restored
 from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
-from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, Quadratic
-from fedtorch.federation.local_schedule import batches_of, limited
-from fedtorch.federation.solvers._client_optimizers import ClientOptimizers, Parts, StepRefused, untrained
-from fedtorch.federation.solvers._configured import Configured, check_steps, configure, own_optimizer
-from fedtorch.federation.solvers._divided import Piece, divide, split
-from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
-from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
-from fedtorch.federation.solvers._probed_rows import first_rows
+from fedtorch.federation.solvers._configured import Configured, StepRefused, check_steps, configure, own_optimizer
+from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, first_rows, observe
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.advice import explained, of_torch
-from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    OPTIMIZER,
+    Batches,
+    batches_of,
+    check_last_batches,
+    is_ragged,
+    limited,
+)
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
-from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
-from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy, with_recorders
-from fedtorch.federation.solvers.plain_layers import RowwiseLoss
+from fedtorch.federation.solvers.plain_layers import RowwiseLoss, is_linear
 from fedtorch.federation.solvers.python_state import PythonState, StateRead, hidden, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
@@ -43,6 +41,12 @@ from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State, elementwise
 from fedtorch.programs.choice import possible
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.data.client_loaders import ClientLoaders
+    from fedtorch.federation.solvers._client_optimizers import Parts
+    from fedtorch.federation.solvers.linear_steps import LinearSteps
+    from fedtorch.federation.solvers.loaded_batches import LoadedBatch, LoadedBatches
 
 _LOG = logging.getLogger(__name__)
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -126,6 +130,8 @@ class Descent:
         tensors = tree.expand({name: self.parameters[name] for name in self.trained}, 1)
         if elementwise(configured.optimizer.original):
             return tree.map(lambda part: part[0], configured.optimizer.init(tensors))
+        from fedtorch.federation.solvers._client_optimizers import ClientOptimizers, untrained
+
         tensors = tree.map(torch.clone, tensors)
         one = ClientOptimizers(self.own_optimizer, tensors, True, {}, {})
         one.step(tensors, tree.zeros_like(tensors), {}, StepKeys(random.key(0)[None])[0])
@@ -158,7 +164,9 @@ class Descent:
             ValueError: the loss reads parameters that are not trained.
         """
         self.check.forget()
-        if isinstance(data, ClientLoaders):  # no batch is read before its time
+        if _has_loaders(data):  # no batch is read before its time
+            from fedtorch.federation.solvers.loaded_batches import check_settings
+
             check_settings(self.batch_size, drop_last=self.drop_last or None)
             return data
         empty = (data.count == 0).nonzero()[:, 0]
@@ -210,7 +218,10 @@ class Descent:
 
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Let a program take all steps of a round at once where it knows all that they do."""
-        if self.clip is None and self.project is None and self.loss.precision != "bf16":
+        plain = self.clip is None and self.project is None and self.loss.precision != "bf16"
+        if plain and is_linear(self.module):
+            from fedtorch.federation.solvers.linear_steps import linear_steps
+
             self.linear = linear_steps(self.module, loss, self.trained, self.configured(_SOME_STEPS), self.keep)
 
     def move(self, device: torch.device) -> None:
@@ -224,7 +235,7 @@ class Descent:
             self._by_type = None
         if "stacked" in turn.refused:
             self.loss.batched = False
-        if isinstance(data, ClientLoaders):
+        if _has_loaders(data):
             return self._through_loaders(start, state, data, quadratic, turn)
         if len(data.count) == 0:
             nothing = torch.zeros(0, dtype=torch.float64, device=data.count.device)
@@ -298,6 +309,8 @@ class Descent:
     def _alone_from_now(self, train: Callable[[], Local], turn: Turn, error: Exception) -> Local:
         """Train clients one by one, after an error of their stack, where the user leaves it open."""
         if not (self.loss.automatic and self.loss.batched):
+            from fedtorch.federation.solvers.advice import explained, of_torch
+
             if of_torch(error):
                 dtype = next(iter(self.parameters.values())).dtype
                 raise type(error)(explained(error, self.module, (), dtype)) from error
@@ -347,6 +360,8 @@ class Descent:
         self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
+        from fedtorch.federation.solvers.loaded_batches import OneByOne, descend
+
         if (count := len(data.count)) == 0:
             nothing = torch.zeros(0, dtype=torch.float64, device=turn.key.device)
             return Local(start, state, nothing, {"loss": nothing})
@@ -365,6 +380,8 @@ class Descent:
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
         """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
         if not self.loss.observed:
+            from fedtorch.federation.solvers.loaded_batches import one_by_one
+
             asked = set(self.objective.trainer.asked)
             self.move(device)
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
@@ -403,6 +420,11 @@ class Descent:
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
 
 
+def _has_loaders(data: Any) -> bool:
+    """Return whether the clients of a block have loaders in place of rows, as `ClientLoaders`."""
+    return hasattr(data, "source")
+
+
 class _Stack:
     """One group of clients, which differ in their rows and in their number of steps only.
 
@@ -436,14 +458,16 @@ class _Stack:
         self.round, self.rates = turn.round, turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         earlier = state.optimizer if begun else {}
-        if elementwise(configured.optimizer.original):
+        self.by_client = not elementwise(configured.optimizer.original)
+        if not self.by_client:
             self.optimizer: Any = configured.optimizer.bind(self.tensors, earlier)
         else:
+            from fedtorch.federation.solvers._client_optimizers import ClientOptimizers
+
             self.draws = StepKeys(lambda: random.fold_in(turn.key, OPTIMIZER))
             own = descent.own_optimizer
             self.optimizer = ClientOptimizers(own, self.tensors, descent.keep, earlier, descent.template)
-        self.by_client = isinstance(self.optimizer, ClientOptimizers)
-        self.fuses = possible(device) and batches.known and FusedSteps.knows(self.optimizer)
+        self.fuses = possible(device) and batches.known
         self.here = torch.arange(len(batches.total))
         self.divided: dict[str, list[Piece]] = {}
         self.finished: Tree = None
@@ -452,8 +476,12 @@ class _Stack:
 
     def _bind(self) -> None:
         """Take steps of the tensors that the optimiser holds now."""
-        self.direct = DirectSteps(self.optimizer)
-        self.fused = FusedSteps(self.optimizer, self.descent.clip) if self.fuses else None
+        self.direct, self.fused = DirectSteps(self.optimizer), None
+        if self.fuses:
+            from fedtorch.federation.solvers._fused import FusedSteps
+
+            self.fuses = FusedSteps.knows(self.optimizer)
+            self.fused = FusedSteps(self.optimizer, self.descent.clip) if self.fuses else None
 
     def run(self) -> Local:
         """Take all steps."""
@@ -543,8 +571,8 @@ class _Stack:
             if missing:
                 self.fuses, self.fused = False, None
             if self.fused is not None:
-                pulls = {} if self.pulls is None else by_parameter(self.tensors, self.pulls)
-                self.fused.step(by_parameter(self.tensors, result.gradients), pulls)
+                tensors = self.tensors.values()
+                self.fused.step(dict(zip(tensors, result.gradients)), dict(zip(tensors, self.pulls or ())))
             else:
                 self._step_by_step(result.gradients, missing, t)
             if self.descent.project is not None:
@@ -669,3 +697,49 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
     """Return λ and h of each parameter, in its dtype."""
     precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
     return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
+
+
+class Piece(NamedTuple):
+    """Rows of a stacked tensor, as a parameter of their own in the optimiser that steps them.
+
+    An optimiser passes over a parameter without a gradient: it is not decayed, and its moments and its count of steps
+    do not move. In a stack this is a matter of each client's rows, and so is a client that has taken all of its steps.
+
+    Attributes:
+        rows: `(M,)` their places in the stack.
+        tensor: `(M, ...)`, which the optimiser steps.
+    """
+
+    rows: Tensor
+    tensor: Tensor
+
+
+def divide(optimizer: Optimizer, tensor: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Put rows of a stacked tensor, with their state, in its place in the optimiser; return them.
+
+    Args:
+        optimizer: holds the tensor.
+        tensor: `(K, ...)`.
+        parts: `(M,)` places of rows, of each new tensor.
+    """
+    state, count = optimizer.state.pop(tensor, {}), len(tensor)
+    each = [tensor.index_select(0, at.to(tensor.device)) for at in parts]
+    for group in optimizer.param_groups:
+        if any(held is tensor for held in group["params"]):
+            group["params"] = [new for held in group["params"] for new in (each if held is tensor else [held])]
+    for new, at in zip(each, parts) if state else ():
+        optimizer.state[new] = {name: _rows(value, at, count) for name, value in state.items()}
+    return each
+
+
+def split(optimizer: Optimizer, piece: Piece, mask: Tensor) -> list[Piece]:
+    """Return the rows of a piece outside and inside of a mask `(M,)` as pieces of the optimiser's own."""
+    parts = [(~mask).nonzero()[:, 0], mask.nonzero()[:, 0]]
+    each = divide(optimizer, piece.tensor, parts)
+    return [Piece(piece.rows[at], tensor) for at, tensor in zip(parts, each)]
+
+
+def _rows(value: Any, at: Tensor, count: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.index_select(0, at.to(value.device)) if value.ndim and len(value) == count else value.clone()

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedtorch import expected
-from fedtorch.data.client_loaders import ClientLoaders
+from fedtorch.expected import loaded
 from fedtorch.federation.algorithm import LocalSolver
-from fedtorch.federation.local_schedule import batches_of, local_schedule
-from fedtorch.federation.solvers.batches import check_drop_last
+from fedtorch.federation.local_schedule import local_schedule
+from fedtorch.federation.solvers.batches import batches_of, check_drop_last
 from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.plain_layers import predicts_by_rows
@@ -209,6 +209,6 @@ def _without_loaders(descent: Descent, data: Any) -> Any:
     Raises:
         ValueError: the clients have loaders, and so minibatches.
     """
-    if isinstance(data, ClientLoaders):
+    if isinstance(data, loaded("fedtorch.data.client_loaders", "ClientLoaders")):
         raise ValueError(_MINIBATCHES.format(kind=type(descent.module).__name__, got="loaders"))
     return descent.prepare(data)

@@ -9,40 +9,50 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+import logging
+import os
+import random as python_random
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, default_convert
+from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
-from fedtorch._devices import is_cuda
+from fedtorch._devices import every_generator, is_cuda, restored
 from fedtorch._untrained import Remembered, refuse_untrained
-from fedtorch.data import ClientData
-from fedtorch.data.client_loaders import ClientLoaders
+from fedtorch.data import BadClients, ClientData
+from fedtorch.data.client_loaders import ClientLoaders, failed
+from fedtorch.data.seeded_loader import seeded_loader
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
-from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, batches_of, limited
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule
 from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, refuse_changed_buffers
-from fedtorch.federation.solvers._surroundings import as_list, isolated
 from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
 from fedtorch.federation.solvers.batches import (
     MODULE,
     PERMUTATIONS,
+    batches_of,
     check_drop_last,
     check_last_batches,
+    limited,
 )
 from fedtorch.federation.solvers.host_state import refuse_global_store, refuse_thawed
-from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
-from fedtorch.federation.solvers.loaders.descending import check_settings
+from fedtorch.federation.solvers.loaded_batches import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.python_state import KeptSlots, PythonState, changed, refuse_shared
@@ -58,6 +68,7 @@ _SILENT = {
 _NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")  # of a Trainer that only shows optimisers
 _LOADERS = ("train_dataloader", "val_dataloader")
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
+_SIGNALS = tuple(sorted(signal.valid_signals()))  # as numbers and names, which takes long to ask for
 
 
 def lightning_fit(
@@ -415,3 +426,164 @@ class _Fitted(NamedTuple):
     tensors: dict[str, Tensor]
     steps: float
     info: dict[str, float]
+
+
+@contextmanager
+def client_batches(data: ClientLoaders, client: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Give the arguments of `Trainer.fit` for a client of a block, whose loader draws from `seed`.
+
+    A data module has been prepared and set up when the clients were made, which a Trainer does not do again.
+    """
+    source, number = data.source, int(data.number[client])
+    with seeded_loader(source.loader(number), seed) as loader:
+        if not source.modules:
+            yield {"train_dataloaders": loader}
+            return
+        module = copy.copy(source.modules[number])
+        module.prepare_data = module.setup = module.teardown = _nothing
+        module.train_dataloader = lambda: loader
+        yield {"datamodule": module}
+
+
+@contextmanager
+def named(client: int, watch: Watch) -> Iterator[None]:
+    """Say of whatever goes wrong in a fit that it is this client's, unless it is the module's or the settings'.
+
+    Raises:
+        BadClients: it is, or the loader gave no batch.
+    """
+    try:
+        yield
+    except (BadClients, MisconfigurationException):
+        raise
+    except Exception as error:
+        if watch.exception is not error or watch.refusal is error:
+            raise
+        raise failed(client, "its training raised", error) from error
+    if not watch.batches:
+        raise BadClients(torch.tensor([client]), "Expected at least one batch, but its loader gave none")
+
+
+class RowsOfClient(Dataset):
+    """One client's rows for a `DataLoader`, taken a batch at a time."""
+
+    def __init__(self, rows: Tree, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Tree:
+        return tree.map(lambda leaf: leaf[row], self.rows)
+
+    def __getitems__(self, rows: list[int]) -> Tree:
+        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
+        return tree.take(self.rows, index)
+
+
+class OrderOfRows(Sampler[int]):
+    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
+
+    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
+        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
+        self.first: int | None = None  # epoch of the round, by the federation's clock
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the epoch, as Lightning does at the start of each."""
+        self.first = epoch if self.first is None else self.first
+        self.epoch = epoch - self.first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.count))
+        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
+
+
+def _nothing(stage: str = "") -> None:
+    """Do nothing."""
+
+
+@contextmanager
+def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
+    """Seed generators from `seed`, gradients on, Lightning silent; afterwards everything is as it was.
+
+    Args:
+        device: of the data.
+        accelerator: what the Trainer is told to use; None leaves it to the device.
+        seed: of torch's, numpy's and Python's generators.
+    """
+    if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
+        torch.cuda.init()  # its generators are there only then; where nobody uses it, it is left alone
+    with (
+        _restored(),
+        warnings.catch_warnings(),
+        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
+        restored(every_generator(), seed),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _without_autocast({"cpu", device.type}),
+    ):
+        warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        yield
+
+
+@contextmanager
+def _without_autocast(devices: set[str]) -> Iterator[None]:
+    """Switch autocast off, without a context of its own, whose cache of weights would live as long as all steps."""
+    before = {device: torch.is_autocast_enabled(device) for device in devices}
+    try:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        yield
+    finally:
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restore generators, torch's flags, the environment, signal handlers and Lightning's loggers at the end."""
+    cudnn, warn_only = torch.backends.cudnn, torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with ExitStack() as after:
+        after.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
+        for name in ("benchmark", "deterministic"):
+            after.callback(setattr, cudnn, name, getattr(cudnn, name))
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        after.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        after.callback(python_random.setstate, python_random.getstate())
+        after.callback(_restore_environment, dict(os.environ))
+        after.callback(setattr, rank_zero_only, "rank", vars(rank_zero_only)["rank"])
+        if torch.cuda.is_initialized():
+            after.callback(torch.cuda.set_device, torch.cuda.current_device())
+        if threading.current_thread() is threading.main_thread():  # only there they can be set
+            for number in _SIGNALS:
+                after.callback(_restore_handler, number, signal.getsignal(number))
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logger = logging.getLogger(name)
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(max(logger.level, logging.WARNING))
+        yield
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _restore_handler(number: int, handler: Any) -> None:
+    if handler is not None and signal.getsignal(number) != handler:
+        signal.signal(number, handler)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value, or several, as a list; none of None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

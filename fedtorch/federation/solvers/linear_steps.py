@@ -22,8 +22,8 @@ from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.least_squares import LinearForm, linear_form
 from fedtorch.federation.solvers.objective import Loss
-from fedtorch.federation.solvers.plain_layers import unchanged
-from fedtorch.models.linear import LinearHead, raw
+from fedtorch.federation.solvers.plain_layers import is_linear, unchanged
+from fedtorch.models.linear import LinearHead
 from fedtorch.optimisers import elementwise
 from fedtorch.programs import choice, glm_steps, optimiser_rules
 from fedtorch.programs.glm_loop import glm_loop
@@ -62,7 +62,7 @@ class LinearSteps(NamedTuple):
     def family(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> Family | None:
         """Return the family whose program takes the steps of clients with such parameters and rows, or None."""
         family = _family(self.loss)
-        if family is None or not _linear(self.module):
+        if family is None or not is_linear(self.module):
             return None
         first = next(iter(start.values()))
         launches = self._launches(first)
@@ -124,7 +124,7 @@ def linear_steps(
         configured: its optimiser and schedule.
         keep: whether the optimiser's state is kept between rounds.
     """
-    if not _linear(module) or set(trained) != {name for name, _ in module.named_parameters()}:
+    if not is_linear(module) or set(trained) != {name for name, _ in module.named_parameters()}:
         return None
     if loss is None or not (type(loss) in _LOSSES or any(loss is known for known in _FUNCTIONS)):
         return None
@@ -141,13 +141,6 @@ def linear_steps(
     if keep and rule is not None:
         return None
     return LinearSteps(module, loss, linear_form(module), group["lr"], decay, rule)
-
-
-def _linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or a head of raw features, and nothing else."""
-    if type(module) is LinearHead:
-        return module.feature_map is raw and unchanged(module)
-    return type(module) is nn.Linear and unchanged(module)
 
 
 def _family(loss: Loss) -> Family | None:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import refuse_global_store
-from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
-from fedtorch.federation.solvers.python_state import refuse_stand_in
+from fedtorch.federation.solvers.python_state import NUMBER_OPERATIONS, refuse_stand_in
 from fedtorch.federation.solvers.training_metrics import (
     MetricRecorder,
     MetricValue,
@@ -278,11 +277,9 @@ class Objective(nn.Module):
             module.trainer = self.trainer
             module.log = self._log
             module.log_dict = self._log_dict
-            accepts = inspect.signature(module.training_step).parameters.values()
-            positional = [p for p in accepts if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            takes_index = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in accepts)
             self._step: Callable[..., Any] = module.training_step
-            self._call = (lambda b, i: self._step(b, i)) if takes_index else (lambda b, i: self._step(b))
+            indexed = takes_index(module.training_step)
+            self._call = (lambda b, i: self._step(b, i)) if indexed else (lambda b, i: self._step(b))
         elif loss is None:
             raise TypeError(
                 f"Expected loss= for {type(module).__name__}, which is not a LightningModule; "
@@ -373,6 +370,13 @@ class Objective(nn.Module):
     def _log_dict(self, values: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():
             self._log(name, value, *args, **kwargs)
+
+
+def takes_index(step: Callable[..., Any]) -> bool:
+    """Return whether a step takes the number of its batch besides the batch."""
+    accepts = inspect.signature(step).parameters.values()
+    positional = [p for p in accepts if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in accepts)
 
 
 def reduction_named(name: str, reduce_fx: Any) -> str:

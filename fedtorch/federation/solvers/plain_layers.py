@@ -198,6 +198,17 @@ def works_by_rows(module: nn.Module, rank: int) -> int | None:
     return None if known is None else known(module, rank)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, or a head of raw features, and nothing else.
+
+    >>> is_linear(nn.Linear(3, 1)), is_linear(nn.Sequential(nn.Linear(3, 1)))
+    (True, False)
+    """
+    if type(module) is LinearHead:
+        return module.feature_map is raw and unchanged(module)
+    return type(module) is nn.Linear and unchanged(module)
+
+
 def predicts_by_rows(module: nn.Module) -> bool:
     """Return whether a chain treats every row by itself whatever the dimensions of its inputs, from one on.
 

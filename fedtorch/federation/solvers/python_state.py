@@ -26,8 +26,19 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from fedtorch import functional
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import equal_or_nan
-from fedtorch.federation.solvers.numbers import ARITHMETIC, READING
 from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
+
+# The operations of Python on numbers, for objects that stand in the place of one.
+_BOTH_WAYS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
+_COMPARED = "lt le gt ge eq ne"
+_READ = "bool int float complex index len iter next contains getitem format str round trunc floor ceil"
+ARITHMETIC = frozenset(
+    [f"__{side}{name}__" for name in _BOTH_WAYS.split() for side in ("", "r")]
+    + [f"__{name}__" for name in ["neg", "pos", "abs", "invert"]]
+)
+READING = frozenset(f"__{name}__" for name in (*_COMPARED.split(), *_READ.split()))
+NUMBER_OPERATIONS = ARITHMETIC | READING
+
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -258,12 +269,12 @@ class PythonState:
 
 def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     """Return what a module keeps; its parameters and buffers too where it is none of those of `seen`."""
-    lightning, start = loaded("lightning.pytorch", "LightningModule"), f"{path}." if path else ""
+    start = f"{path}." if path else ""
     for name, part in module.named_modules():
         if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
             continue
         seen.add(id(part))
-        prefix, usual = f"{start}{name}." if name else start, _usual(isinstance(part, lightning))
+        prefix, usual = f"{start}{name}." if name else start, _usual(type(part))  # type: ignore[arg-type]
         table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
         yield from _entries(prefix, vars(part), table, seen, 0)
         if part._modules:
@@ -595,9 +606,10 @@ def _is_code(value: Any) -> bool:
 
 
 @functools.cache
-def _usual(lightning: bool) -> frozenset[str]:
-    """Return the names of attributes that torch and Lightning keep on every module."""
-    own = vars(loaded("lightning.pytorch", "LightningModule")()) if lightning else {}
+def _usual(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of attributes that torch and Lightning keep on every module of a class."""
+    lightning = loaded("lightning.pytorch", "LightningModule")
+    own = vars(lightning()) if issubclass(kind, lightning) else {}
     names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
     return frozenset(names - {"training"})
 

@@ -10,18 +10,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
 from fedtorch import functional, stacked_layers, tree
-from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTensors
-from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
 from fedtorch.federation.solvers.python_state import KeptSlots
 from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.federation.solvers.training_metrics import Recorded, Reduction, RoundMetrics, StepForm, joined_calls
@@ -30,7 +28,11 @@ from fedtorch.module_randomness.step_draws import Draws, StepKeys
 from fedtorch.module_randomness.watched_generators import each_drawn_if_random
 from fedtorch.tree import Tree
 
-Step = Batch | LoadedBatch
+if TYPE_CHECKING:
+    from fedtorch.federation.solvers.loaded_batches import LoadedBatch
+
+    Step = Batch | LoadedBatch
+
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
 Path = tuple[Any, ...]  # functions of torch that a step has called
@@ -38,6 +40,7 @@ Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], N
 _GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # as autograd has left it
 _FEWEST = 3  # clients that are worth a `vmap`
 _NOTHING: AbstractContextManager[None] = nullcontext()
+Hook = Callable[[Tensor], Tensor | None]
 
 
 class NotCaptured(RuntimeError):
@@ -150,7 +153,8 @@ class StackedLoss:
         self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
         self.apart = False
-        self._captured, self._replays = CapturedStep(), dict[Any, int]()
+        self._captured: Callable[..., Any] | None = None
+        self._replays: dict[Any, int] = {}
         self._forms: dict[Any, StepForm] = {}  # of the metrics' calls, by shapes: captured steps run no Python
         self._of: Sequence[Tensor] = ()
         self._rows: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
@@ -206,7 +210,7 @@ class StackedLoss:
 
         Their rows have the same shapes. A few clients are faster one by one, unless the step is captured.
         """
-        if self.eager is None:
+        if self.compile and self.eager is None:
             return batch.parts(1)
         return () if self.apart and batch.weights is None else batch.parts(_FEWEST)
 
@@ -222,7 +226,8 @@ class StackedLoss:
         """
         flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
         self._paths.clear()
-        result = self._replayed(batch.rows, keys, index, flat)
+        step = self._replayed if self.compile else self._drawn
+        result = step(batch.rows, keys, index, flat)
         if self.look is not None:
             for called, at in self._paths:
                 self.look(values, batch, index, keys, called, at)
@@ -251,6 +256,10 @@ class StackedLoss:
             self._forms[shapes] = self.objective.metrics.form
             return *found[:4], [tensor for each in found.recorded or () for tensor in each.tensors]
 
+        if self._captured is None:
+            from fedtorch.captured import CapturedStep
+
+            self._captured = CapturedStep()
         name = type(self.objective.module).__name__
         try:
             losses, logs, buffers, gradients, tensors = self._captured(step, *flat)
@@ -338,7 +347,8 @@ class StackedLoss:
             return loss, *logs.values(), *self.objective.recorded, *new
 
         # A captured step would keep the branch that it took.
-        mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
+        captures = self.compile and self.eager is None
+        mode = stacked_layers.WithoutReading() if captures else stacked_layers.StackedOperations()
         with mode, self.unchanged():
             found = tuple(functional.mapped(one, flat, randomness))
         self._called = tuple(mode.called)
@@ -588,11 +598,11 @@ class RoundLogs:
         return dict.fromkeys(sorted(names), torch.where(least == largest, 0, least))
 
     def _is_of_batch(self, name: str, logged: Sequence[tuple[int, Tensor, Tensor]]) -> bool:
-        reduction = self._loss.objective.reductions.get(name) or Reduction()
+        reduction = self._loss.objective.reductions.get(name)
         apart = len(logged) < len(self._sizes) or any(
             sizes is not rows for (*_, sizes), rows in zip(logged, self._sizes)
         )
-        return apart or not reduction.of_all
+        return apart or (reduction is not None and not reduction.of_all)
 
     def _number(self, name: str) -> Tensor:
         steps, logged, sizes = zip(*self._numbers[name])
@@ -619,3 +629,67 @@ def _short_products() -> Iterator[None]:
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
+
+
+class ParameterHooks:
+    """The hooks of `Tensor.register_hook` on trained parameters, called with each client's gradient.
+
+    Args:
+        module: has them.
+        names: of the trained parameters, in the order of their gradients.
+
+    Raises:
+        TypeError: a parameter has a hook that runs after its gradient is accumulated, which no client's step does.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        parameters = dict(module.named_parameters())
+        after = [name for name, p in parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+        if after:
+            raise TypeError(
+                f"Expected parameters without register_post_accumulate_grad_hook, but {', '.join(after)} of "
+                f"{type(module).__name__} have one, which would step before the others' terms are added; use "
+                "register_hook, or ft.lightning_fit"
+            )
+        each = [parameters[name]._backward_hooks if name in parameters else None for name in names]
+        self._hooks: dict[int, list[Hook]] = {i: list(hooks.values()) for i, hooks in enumerate(each) if hooks}
+
+    def alone(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return one client's gradients after the hooks."""
+        if not self._hooks:
+            return gradients
+        done: list[Any] = list(gradients)
+        for i, hooks in self._hooks.items():
+            for hook in hooks if done[i] is not None else ():
+                changed = hook(done[i])
+                done[i] = done[i] if changed is None else changed
+        return done
+
+    def stacked(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Return the gradients `(K, ...)` after the hooks, which see one client's after another."""
+        if not self._hooks:
+            return gradients
+        done = list(gradients)
+        for i in self._hooks:
+            whole = done[i]
+            if whole is not None:
+                rows = (self.alone([None] * i + [row])[i] for row in whole.unbind())
+                done[i] = torch.stack([row for row in rows if row is not None])
+        return done
+
+
+def backward_hooks(module: nn.Module) -> list[str]:
+    """Return the names of the parts of a module with hooks on their backward passes, which `vmap` does not call right.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+        >>> handle = net[0].register_full_backward_hook(lambda part, inputs, outputs: None)
+        >>> backward_hooks(net)
+        ['0 (Linear)']
+    """
+    everywhere = bool(torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks)
+    return [
+        f"{name or 'itself'} ({type(part).__name__})"
+        for name, part in module.named_modules()
+        if everywhere or part._backward_hooks or part._backward_pre_hooks
+    ]

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.expected import loaded
-from fedtorch.metrics.recorded import BatchCall, Call, ClientMetric, take_out
 
 if TYPE_CHECKING:
     import torchmetrics
+
+    from fedtorch.metrics.recorded import BatchCall, Call
 
 
 class Reduction(NamedTuple):
@@ -164,6 +165,8 @@ class MetricRecorder(nn.Module):
     """
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
+        from fedtorch.metrics.recorded import ClientMetric
+
         super().__init__()
         self.calls: list[Any] = []
         self.values = ClientMetric(metric)
@@ -355,6 +358,8 @@ class StepCalls:
 
     def end(self) -> list[Tensor]:
         """Return the tensors among the arguments of the step's calls."""
+        from fedtorch.metrics.recorded import take_out
+
         calls = [(r, i, take_out(call)) for r in self.recorders for i, call in enumerate(r.calls)]
         tensors = [tensor for _, _, call in calls for tensor in call.tensors]
         self.form = StepForm(calls, [False] * len(tensors), self._logged)
@@ -448,6 +453,8 @@ class RoundMetrics:
             recorded: what the metrics were called with.
             sizes: `(K,)` rows of each client's batch, 0 of a client that takes no step.
         """
+        from fedtorch.metrics.recorded import BatchCall
+
         for (calls, padded, logged), tensors, clients in recorded:
             own = sizes
             if clients is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
-from fedtorch.federation.solvers.parameter_hooks import ParameterHooks, backward_hooks
+from fedtorch.federation.solvers.stacked_loss import ParameterHooks, backward_hooks
 
 NAMES = ["weight", "bias"]
 

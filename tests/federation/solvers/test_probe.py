@@ -12,7 +12,7 @@ from support.oracles.stacked_losses import linear, stacked
 from torch import nn
 
 from fedtorch.data import ClientData
-from fedtorch.federation.solvers._probed_rows import spread_rows
+from fedtorch.federation.solvers._probe import spread_rows
 from fedtorch.federation.solvers.batches import is_ragged
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from fedtorch import expected, random, tree
 from fedtorch.federation.populations.clients import block_bytes
 from fedtorch.federation.turn import Turn
+from fedtorch.programs import stacked_step
+from fedtorch.programs.stacked_step import ClientValues
 from fedtorch.tree import Tree
 
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor
@@ -118,20 +120,19 @@ def adam(
 ) -> tuple[dict[str, Tensor], AdamMoments]:
     """Take one step uphill with those that are `active` `(K,)` or `()`; the others and their moments stay.
 
-    `torch.optim.Adam` counts the steps of all rows of a stack together, and here each unit's own count.
+    Each row of a stack has its own count of steps, where `torch.optim.Adam` counts those of a whole parameter.
     """
-    first = tree.map(lambda m, g: m + (1 - _BETAS[0]) * (g - m), moments.first, gradient)
-    second = tree.map(lambda v, g: v + (1 - _BETAS[1]) * (g.square() - v), moments.second, gradient)
-    steps = moments.steps + 1
-    one, two = (1 - torch.as_tensor(beta, dtype=torch.float64) ** steps for beta in _BETAS)
-
-    def move(value: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        step = (m / tree.along(one.to(m), m)) / ((v / tree.along(two.to(v), v)).sqrt() + 1e-8)
-        return (value + lr * step).to(value.dtype)
-
-    moved = tree.map(move, parameters, first, second)
-    kept = tree.map(lambda new, old: new.to(old.dtype), AdamMoments(first, second, steps), moments)
-    return tree.where(active, moved, parameters), tree.where(active, kept, moments)
+    one = moments.steps.ndim == 0  # of the server, whose tensors are a stack of one
+    stacked = tree.map(lambda leaf: leaf[None] if one else leaf, (parameters, gradient, moments))
+    moved, (first, second, steps) = tree.map(
+        lambda leaf: leaf.clone(memory_format=torch.contiguous_format), (stacked[0], stacked[2])
+    )
+    clients = ClientValues(steps.long())
+    for name, value in moved.items():
+        stacked_step.adam(value, -stacked[1][name], first[name], second[name], clients, lr=lr, betas=_BETAS)
+    after = moved, AdamMoments(first, second, steps + 1)
+    after = tree.map(lambda leaf: leaf[0], after) if one else after
+    return tree.where(active, after, (parameters, moments))
 
 
 def no_moments(parameters: dict[str, Tensor]) -> AdamMoments:

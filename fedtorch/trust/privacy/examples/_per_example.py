@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch.func import grad_and_value, vmap
 from fedtorch import tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.federation.solvers.stacked_loss import StackedLoss, Step, StepResult
+from fedtorch.federation.solvers.stacked_loss import StackedLoss, StepResult
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.stacked_layers import WithoutReading
@@ -40,6 +40,9 @@ from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._layers import Layer, LayerRecorder, ghost_squares, linear_layers
 from fedtorch.trust.privacy.examples._operations import ExampleOperations
+
+if TYPE_CHECKING:
+    from fedtorch.federation.solvers.stacked_loss import Step
 
 _LOG = logging.getLogger(__name__)
 
