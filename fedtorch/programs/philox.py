@@ -202,7 +202,7 @@ def gamma_number(key, element, a):
     if a >= 1.0:
         return d * v
     w0, w1, _, _ = words_of(key, element, _BOOST, GAMMA)
-    return d * v * math.exp(logarithm(inside(w0, w1)) / a)
+    return d * v * exponential(logarithm(inside(w0, w1)) / a)
 
 
 # Lanes are six runs of words in one array, so that the compiler sees that they do not overlap: the four of the

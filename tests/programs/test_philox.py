@@ -181,7 +181,7 @@ def test_numbers_do_not_depend_on_vector_instructions(tmp_path: Path) -> None:
         "from fedtorch.random import philox\n"
         "key, double = random.key(5), torch.float64\n"
         "drawn = [philox.normal(key, (777,), double), philox.exponential(key, (777,), double)]\n"
-        "drawn.append(philox.gamma(key[None], torch.full((1, 777), 2.5, dtype=double), double)[0])\n"
+        "drawn += [philox.gamma(key[None], torch.full((1, 777), a, dtype=double), double)[0] for a in (0.3, 2.5)]\n"
         "from fedtorch.models.gibbs.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps\n"
         "x = philox.normal(key, (3, 9, 5), double)\n"
         "y, one = x[:, :5, :1].mT, torch.ones(3, 1, dtype=double)\n"
