@@ -10,7 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -61,8 +61,10 @@ class Program:
 
         made = numba.njit(inline="always" if self._inline else "never", **_OPTIONS)(self._resolved())
         if self.signatures:
-            made._cache = cache.Cache(self.name, self.text())
-            with _said(self.name):
+            with ExitStack() as compiling:
+                made._cache = cache.Cache(
+                    self.name, self.text(), missed=lambda: compiling.enter_context(_said(self.name))
+                )
                 for signature in self.signatures:
                     made.compile(signature)
             made.disable_compile()
@@ -132,7 +134,7 @@ def _importable() -> bool:
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Log what is waited for, if it takes longer than a moment."""
+    """Log what is compiled inside, if it takes longer than a moment."""
     began = time.monotonic()
     word = threading.Timer(
         _PATIENCE,
