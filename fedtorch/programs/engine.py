@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedtorch.programs import choice
@@ -45,9 +46,15 @@ class Program:
         """
         return self.compile()(*arguments)
 
-    def usable(self) -> bool:
-        """Return whether it can run here: numba is there, and `FEDTORCH_PROGRAMS` does not say `off`."""
-        return choice.enabled() and _importable()
+    def usable(self, tensors: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
+        """Return whether it can run here, on such tensors.
+
+        Args:
+            tensors: plain ones, see `choice.plain`.
+            dtype: that all of them have to have; None for any.
+        """
+        known = dtype is None or all(tensor.dtype == dtype for tensor in tensors)
+        return known and choice.enabled() and choice.plain(tensors) and _importable()
 
     def compile(self) -> Any:
         """Return numba's function, compiled for all signatures or read from the cache."""

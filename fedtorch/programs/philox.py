@@ -20,7 +20,6 @@ import torch
 from numpy import float32, float64, int64, uint32, uint64
 from torch import Tensor
 
-from fedtorch.programs import choice
 from fedtorch.programs.engine import Program, program
 
 DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
@@ -393,7 +392,7 @@ _DRAWS = {
 
 def usable(*tensors: Tensor) -> bool:
     """Return whether the programs can take these tensors."""
-    return choice.plain(tensors) and fold_keys.usable()
+    return fold_keys.usable(tensors)
 
 
 def draw(form: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, argument: int) -> Tensor:
