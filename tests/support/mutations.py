@@ -158,8 +158,8 @@ def copied(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def tested(folder: Path, tests: str, longest: float, keep: bool = False) -> tuple[bool, float]:
-    """Whether all tests pass within so many seconds, and how long they took; bytecode is kept of the unchanged alone."""
+def passing(folder: Path, tests: str, longest: float, keep: bool = False) -> tuple[bool, float]:
+    """Whether all tests pass within so many seconds, and how long they took; of changed files bytecode is not kept."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "" if keep else "1"}
     began = time.monotonic()
@@ -180,14 +180,14 @@ def tried(wanted: Sequence[Mutation]) -> dict[str, bool]:
         folder = Path(place)
         copied(folder)
         for file in dict.fromkeys(each.file for each in wanted):
-            passes, seconds = tested(folder, CORE[file], 1800.0, keep=True)
+            passes, seconds = passing(folder, CORE[file], 1800.0, keep=True)
             if not passes:
                 raise SystemExit(f"Expected tests of {file} to pass as it is; see tests {CORE[file]}")
             target = folder / "fedtorch" / file
             text = target.read_text()
             for each in (one for one in wanted if one.file == file):
                 target.write_text(each.applied(text))
-                noticed[each.name] = not tested(folder, CORE[file], 60 + 5 * seconds)[0]
+                noticed[each.name] = not passing(folder, CORE[file], 60 + 5 * seconds)[0]
                 print("noticed " if noticed[each.name] else "SURVIVED", each.name, flush=True)
             target.write_text(text)
     return noticed
