@@ -33,7 +33,7 @@ CORE = {  # and the tests near
     "wire.py": "test_wire.py",
     "exact.py": "test_exact.py",
     "linalg.py": "test_linalg.py",
-    "random/draws.py": "random programs/test_philox.py",
+    "random/draws.py": "random",
     "federation/algorithms/fedavg.py": "federation/algorithms/test_fedavg.py",
     "federation/algorithms/scaffold.py": "federation/algorithms/test_scaffold.py",
     "federation/algorithms/gibbs.py": "federation/algorithms/test_gibbs.py models/gibbs",
