@@ -1,4 +1,4 @@
-"""Change one thing in the core at a time and see whether the tests near it notice: `python -m support.mutations`.
+"""Change one thing in the core at a time and see whether tests near it notice: `python -m support.mutations`.
 
 Of each file of `CORE` three changes are made: an operator or comparison for its neighbour, a number for the next one, a
 statement left out. Digests of functions' names and texts decide which; what is changed elsewhere leaves them as they
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 EACH = 3  # changes of a file
-CORE = {  # and the tests near
+CORE = {  # and the tests near, besides the examples in the file itself
     "tree.py": "test_tree.py",
     "wire.py": "test_wire.py",
     "exact.py": "test_exact.py",
@@ -158,18 +158,25 @@ def copied(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def passing(folder: Path, tests: str, longest: float, keep: bool = False) -> tuple[bool, float]:
-    """Whether all tests pass within so many seconds, and how long they took; of changed files bytecode is not kept."""
+def passing(folder: Path, file: str, longest: float, keep: bool = False) -> tuple[bool, float]:
+    """Whether a file's examples and the tests near it pass within so many seconds, and how long they took.
+
+    Args:
+        folder: a copy of the repository.
+        file: below fedtorch/.
+        longest: seconds.
+        keep: whether bytecode is kept, as of what is not changed.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "" if keep else "1"}
     began = time.monotonic()
     try:
-        files = [f"tests/{each}" for each in tests.split()]
+        files = [f"fedtorch/{file}", *(f"tests/{each}" for each in CORE[file].split())]
         done = subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, timeout=longest)
     except subprocess.TimeoutExpired:
         return False, longest
     if done.returncode not in (0, 1, 2):
-        raise RuntimeError(f"Expected tests in {tests}, but pytest says: {done.stdout.decode()[-500:]}")
+        raise RuntimeError(f"Expected tests of {file}, but pytest says: {done.stdout.decode()[-500:]}")
     return done.returncode == 0, time.monotonic() - began
 
 
@@ -180,14 +187,14 @@ def tried(wanted: Sequence[Mutation]) -> dict[str, bool]:
         folder = Path(place)
         copied(folder)
         for file in dict.fromkeys(each.file for each in wanted):
-            passes, seconds = passing(folder, CORE[file], 1800.0, keep=True)
+            passes, seconds = passing(folder, file, 1800.0, keep=True)
             if not passes:
                 raise SystemExit(f"Expected tests of {file} to pass as it is; see tests {CORE[file]}")
             target = folder / "fedtorch" / file
             text = target.read_text()
             for each in (one for one in wanted if one.file == file):
                 target.write_text(each.applied(text))
-                noticed[each.name] = not passing(folder, CORE[file], 60 + 5 * seconds)[0]
+                noticed[each.name] = not passing(folder, file, 60 + 5 * seconds)[0]
                 print("noticed " if noticed[each.name] else "SURVIVED", each.name, flush=True)
             target.write_text(text)
     return noticed
