@@ -3,6 +3,7 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14,$(
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The stamp has the seconds of the first installation, which `experiments.benchmarks.installation` reads.
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
@@ -14,10 +15,10 @@ HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && date +%s >$(VENV)/.began; }
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[dev]'
-	@touch $@
+	@if test -e $(VENV)/.began; then echo $$(($$(date +%s) - $$(cat $(VENV)/.began))) >$@; rm $(VENV)/.began; else touch $@; fi
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.quickstart --out experiments/out

@@ -30,6 +30,7 @@ NAMES = (
     "gibbs",
     "gpu",
     "gtv",
+    "installation",
     "kills",
     "loaders",
     "mixed",

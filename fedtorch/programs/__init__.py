@@ -6,8 +6,8 @@ Triton are in `fedtorch.programs.triton`.
 
 A program is written in the part of Python that numba knows, and a few loops in LLVM's instructions
 (`fedtorch.programs.lanes`). Its operation has a reference in torch beside it, which runs where numba cannot be
-imported, and where `FEDTORCH_PROGRAMS` is `off`. No rounding is fused away and no sum reordered, so that numbers do not
-depend on a processor's vector instructions. Only gamma numbers of a shape below one take the C library's exponential.
+imported, and where `FEDTORCH_PROGRAMS` is `off`. No rounding is fused away, no sum reordered and no function
+of a C library called, so that numbers depend on neither a processor's vector instructions nor its system.
 
 What is compiled is kept for the next process in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`:
 `fedtorch.programs.cache` says under which conditions. `python -m fedtorch.programs` compiles all of it ahead.

@@ -20,6 +20,7 @@ import pickle
 import platform
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ class Cache:
     Args:
         name: of the program.
         text: what decides what is compiled, besides the types of arguments, numba, Python and the processor.
+        missed: called before a signature is compiled that is not there.
     """
 
-    def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = name, text
+    def __init__(self, name: str, text: str, missed: Callable[[], object]) -> None:
+        self._name, self._text, self._missed = name, text, missed
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """Return what is compiled for a signature, None if it is not there, or is not fit to be read."""
@@ -47,10 +49,12 @@ class Cache:
         target.refresh()
         try:
             data = read(self._file(signature, target.codegen()))
-            return None if data is None else CompileResult._rebuild(target, *pickle.loads(data))
+            if data is not None:
+                return CompileResult._rebuild(target, *pickle.loads(data))
         except Exception as error:  # whatever is wrong with a file, the program is compiled
             _LOG.warning("the program %s is compiled, for it could not be read: %s", self._name, error)
-            return None
+        self._missed()
+        return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
         """Keep what is compiled; that it cannot be kept is said once."""

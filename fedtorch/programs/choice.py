@@ -15,7 +15,7 @@ An operation asks for its program, and does without:
 >>> import torch
 >>> from fedtorch.programs import choice
 >>> def doubled(x):
-...     module = choice.program("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # or None
+...     module = choice.triton_programs("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # or None
 ...     return 2 * x if module is None else module.doubled(x)
 >>> x = torch.tensor([1.0, 2.0])  # on the CPU
 >>> doubled(x), choice.possible(x.device) and choice.installed()
@@ -69,7 +69,7 @@ def possible(device: torch.device) -> bool:
     return chosen == "interpret" if device.type == "cpu" else chosen != "off" and is_cuda(device)
 
 
-def program(
+def triton_programs(
     operation: str,
     tensors: Sequence[Tensor],
     dtypes: Container[torch.dtype] = FLOATS,

@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedtorch.programs import choice
@@ -45,9 +46,15 @@ class Program:
         """
         return self.compile()(*arguments)
 
-    def usable(self) -> bool:
-        """Return whether it can run here: numba is there, and `FEDTORCH_PROGRAMS` does not say `off`."""
-        return choice.enabled() and _importable()
+    def usable(self, tensors: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
+        """Return whether it can run here, on such tensors.
+
+        Args:
+            tensors: plain ones, see `choice.plain`.
+            dtype: that all of them have to have; None for any.
+        """
+        known = dtype is None or all(tensor.dtype == dtype for tensor in tensors)
+        return known and choice.enabled() and choice.plain(tensors) and _importable()
 
     def compile(self) -> Any:
         """Return numba's function, compiled for all signatures or read from the cache."""
@@ -61,8 +68,10 @@ class Program:
 
         made = numba.njit(inline="always" if self._inline else "never", **_OPTIONS)(self._resolved())
         if self.signatures:
-            made._cache = cache.Cache(self.name, self.text())
-            with _said(self.name):
+            with ExitStack() as compiling:
+                made._cache = cache.Cache(
+                    self.name, self.text(), missed=lambda: compiling.enter_context(_said(self.name))
+                )
                 for signature in self.signatures:
                     made.compile(signature)
             made.disable_compile()
@@ -132,7 +141,7 @@ def _importable() -> bool:
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Log what is waited for, if it takes longer than a moment."""
+    """Log what is compiled inside, if it takes longer than a moment."""
     began = time.monotonic()
     word = threading.Timer(
         _PATIENCE,

@@ -14,7 +14,6 @@ import torch
 from numpy import float64, int64, uint64
 from torch import Tensor
 
-from fedtorch.programs import choice
 from fedtorch.programs.engine import program
 
 _LIMBS, _SCALE = 10, 160
@@ -217,8 +216,7 @@ def write_about(zeroth, first, second, centre, out):
 
 def usable(tensors: Sequence[Tensor]) -> bool:
     """Return whether the programs can take these tensors."""
-    known = choice.plain(tensors) and all(tensor.dtype == torch.float64 for tensor in tensors)
-    return known and write_limbs.usable()
+    return write_limbs.usable(tensors, torch.float64)
 
 
 def limbs(terms: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from numpy import uint32
 from torch import Tensor
 
-from fedtorch.programs import choice
 from fedtorch.programs.engine import arrays, program
 from fedtorch.programs.philox import (
     DRAW,
@@ -411,5 +410,4 @@ def scales(numbers: Sequence[Tensor], keys: Tensor, limits: tuple[float, float])
 
 def _usable(numbers: Sequence[Tensor], *keys: Tensor) -> bool:
     """Return whether the programs know these tensors."""
-    wide = all(tensor.dtype == torch.float64 for tensor in numbers)
-    return wide and choice.plain((*numbers, *keys)) and write_moves.usable()
+    return write_moves.usable(numbers, torch.float64) and write_moves.usable(keys)

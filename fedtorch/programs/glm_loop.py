@@ -31,7 +31,6 @@ from numpy import float64
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.programs import choice
 from fedtorch.programs.engine import Program, program
 from fedtorch.programs.glm_steps import CATEGORICAL, IGNORED, Family
 from fedtorch.programs.optimiser_rules import Adam, Momentum, Rule, moments_of, rates_of
@@ -434,11 +433,6 @@ _STEPS = {torch.float32: _steps_of("float32"), torch.float64: _steps_of("float64
 take_steps, take_steps_wide = _STEPS.values()
 
 
-def usable(dtype: torch.dtype) -> bool:
-    """Return whether there is a program for tensors of a dtype."""
-    return dtype in _STEPS and _STEPS[dtype].usable()
-
-
 def run(
     family: int,
     x: Tensor,
@@ -534,7 +528,8 @@ def glm_loop(
 def _known(family: Family, tensors: Sequence[Tensor], classes: int) -> bool:
     """Return whether the program takes these tensors, first of all x, y and the start."""
     x, y, start = tensors[:3]
-    if start.dtype != x.dtype or not choice.plain(tensors) or not usable(x.dtype):
+    taking = _STEPS.get(x.dtype)
+    if start.dtype != x.dtype or taking is None or not taking.usable(tensors):
         return False
     if family.code != CATEGORICAL.code:
         return y.dtype == x.dtype

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.programs.choice import FLOATS, program
+from fedtorch.programs.choice import FLOATS, triton_programs
 from fedtorch.programs.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
@@ -91,7 +91,7 @@ def glm_steps(
     others = [tensor for tensor in (batches, precision, shift) if tensor is not None]
     classes = start.shape[2] if start.ndim == 3 else 1
     known = fits(family, start.shape[1], classes, start.dtype) and start.dtype == x.dtype
-    programs = program("fedtorch.programs.triton.glm_steps", (x, y, count, total, start, *others), fits=known)
+    programs = triton_programs("fedtorch.programs.triton.glm_steps", (x, y, count, total, start, *others), fits=known)
     problem = _Problem(family, x, y, count, total, start, steps, lr, batches, precision, shift)
     return _launched(programs, problem) if programs else _reference(problem)
 

@@ -13,7 +13,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.programs import choice
 from fedtorch.programs.engine import program
 
 MOST = 64  # directions of a covariance; of more torch is faster
@@ -325,8 +324,7 @@ def write_renewed(ids, change, fresh, noise, pooling, theta, summary, heard, kno
 
 def usable(tensors: Sequence[Tensor]) -> bool:
     """Return whether the programs can take these tensors."""
-    known = choice.plain(tensors) and all(tensor.dtype == torch.float64 for tensor in tensors)
-    return known and write_majorised.usable()
+    return write_majorised.usable(tensors, torch.float64)
 
 
 def factored(multiple: Tensor, factor: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:

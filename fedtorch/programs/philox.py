@@ -20,7 +20,6 @@ import torch
 from numpy import float32, float64, int64, uint32, uint64
 from torch import Tensor
 
-from fedtorch.programs import choice
 from fedtorch.programs.engine import Program, program
 
 DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
@@ -202,7 +201,7 @@ def gamma_number(key, element, a):
     if a >= 1.0:
         return d * v
     w0, w1, _, _ = words_of(key, element, _BOOST, GAMMA)
-    return d * v * math.exp(logarithm(inside(w0, w1)) / a)
+    return d * v * exponential(logarithm(inside(w0, w1)) / a)
 
 
 # Lanes are six runs of words in one array, so that the compiler sees that they do not overlap: the four of the
@@ -393,7 +392,7 @@ _DRAWS = {
 
 def usable(*tensors: Tensor) -> bool:
     """Return whether the programs can take these tensors."""
-    return choice.plain(tensors) and fold_keys.usable()
+    return fold_keys.usable(tensors)
 
 
 def draw(form: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, argument: int) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.programs.choice import FLOATS, program
+from fedtorch.programs.choice import FLOATS, triton_programs
 from fedtorch.programs.launch import launch, tile
 
 _SIZE = 1024  # elements of a program
@@ -42,7 +42,9 @@ class ClientValues(NamedTuple):
 def fits(tensor: Tensor) -> bool:
     """Return whether a program steps a stack like this one."""
     return (
-        program("fedtorch.programs.triton.stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous())
+        triton_programs(
+            "fedtorch.programs.triton.stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous()
+        )
         is not None
     )
 
@@ -157,7 +159,7 @@ def _program(parameter: Tensor, *others: Tensor | None) -> Any:
     kept = [other for other in others[1:] if other is not None]
     contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in kept)
     tensors = [tensor.detach() for tensor in (parameter, others[0], *kept) if tensor is not None]
-    return program("fedtorch.programs.triton.stacked_step", tensors, FLOATS, fits=contiguous)
+    return triton_programs("fedtorch.programs.triton.stacked_step", tensors, FLOATS, fits=contiguous)
 
 
 def _launch(

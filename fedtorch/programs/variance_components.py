@@ -32,7 +32,6 @@ from numpy import float64, int64, uint64
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.programs import choice
 from fedtorch.programs.engine import Program, program
 from fedtorch.programs.exact_sums import product
 from fedtorch.programs.philox import logarithm
@@ -239,8 +238,7 @@ class VarianceComponents(NamedTuple):
 
 def usable(size: int, tensors: Sequence[Tensor]) -> bool:
     """Return whether there is a program for vectors of this size that knows such tensors."""
-    wide = all(tensor.dtype == torch.float64 for tensor in tensors)
-    return 0 < size <= MOST and wide and choice.plain(tensors) and write_log_densities.usable()
+    return 0 < size <= MOST and write_log_densities.usable(tensors, torch.float64)
 
 
 def log_densities(model: VarianceComponents) -> Tensor:

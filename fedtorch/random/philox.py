@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.programs import philox as compiled
-from fedtorch.programs.choice import plain, program
+from fedtorch.programs.choice import plain, triton_programs
 from fedtorch.programs.launch import launch, tile
 from fedtorch.programs.philox import DRAW, FOLD, GAMMA
 
@@ -200,7 +200,7 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
     known = (a > 0) & a.isfinite()
     a, out = torch.where(known, a, 1.0), keys.new_empty(a.shape, dtype=dtype)
     smallest, (queries, count) = torch.finfo(dtype).tiny, a.shape
-    programs = program("fedtorch.programs.triton.philox", (keys, a), (torch.int64,))
+    programs = triton_programs("fedtorch.programs.triton.philox", (keys, a), (torch.int64,))
     if programs:
         rows, columns = tile(count, _LANES)
         across = -(-count // columns)
@@ -222,7 +222,7 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
         return folded_singly(key, data)
     if compiled.usable(*tensors):
         return compiled.fold(key, data)
-    programs = program("fedtorch.programs.triton.philox", tensors, (torch.int64,))
+    programs = triton_programs("fedtorch.programs.triton.philox", tensors, (torch.int64,))
     if not programs:
         even, odd = philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
         return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
@@ -318,7 +318,7 @@ def _drawn(
     if compiled.usable(key):
         return compiled.draw(form, key, shape, dtype, argument)
     count, queries = math.prod(shape), key.numel()
-    programs: Any = program("fedtorch.programs.triton.philox", (key,), (torch.int64,))
+    programs: Any = triton_programs("fedtorch.programs.triton.philox", (key,), (torch.int64,))
     if not programs:
         even = count + count % 2  # numbers that are made in pairs
         return _fill(key, (even,), dtype, words, convert)[..., :count].reshape((*key.shape, *shape))

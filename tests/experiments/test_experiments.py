@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from experiments.benchmarks import (
     gibbs,
     gpu,
     gtv,
+    installation,
     loaders,
     privacy,
     robust,
@@ -347,6 +349,23 @@ def test_privacy_accuracy(tmp_path):
 def test_core_benchmark(tmp_path):
     core.main(["--smoke", "--part", "linear", "--json", str(tmp_path / "rows.json")])
     assert len(rows(tmp_path / "rows.json")) == 6
+
+
+def test_installation_benchmark(tmp_path):
+    installation.main(["--smoke", "--part", "size", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["torch", "MB"] > found["fedtorch", "MB"] > 1
+    assert sum(value for (_, unit), value in found.items() if unit == "MB") == pytest.approx(2 * found["all", "MB"])
+    with installation.without_compiler() as path:
+        assert installation.compiler(path) is None
+        assert shutil.which("sh", path=path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["import", "demo"])
+def test_installation_benchmark_parts(tmp_path, part):
+    installation.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
 @pytest.mark.slow

@@ -234,6 +234,9 @@ def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: Any
     assert of_seven(scaled()) == 14
     assert "compiling the program" in caplog.text
     assert "`python -m fedtorch.programs` does it ahead" in caplog.text
+    caplog.clear()
+    assert of_seven(scaled()) == 14  # it is read
+    assert caplog.text == ""
 
 
 def test_all_programs_are_compiled_ahead(folder: Path) -> None:

@@ -20,7 +20,6 @@ Not differentiable. Programs know float64; Triton's up to 16 coefficients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,7 +64,10 @@ class Chains(NamedTuple):
 def knows(keys: Tensor, coefficients: int) -> bool:
     """Return whether a program runs for these keys."""
     fits = 0 < coefficients <= MOST
-    return _usable((keys,)) or choice.program(_TRITON, (keys,), (torch.int64,), fits=fits) is not None
+    return (
+        compiled.sweep_tiles.usable((keys,))
+        or choice.triton_programs(_TRITON, (keys,), (torch.int64,), fits=fits) is not None
+    )
 
 
 def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
@@ -80,11 +82,11 @@ def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sw
     """
     (clients, count, size), tensors = prior.centre.shape, (*rows, *prior, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)
-    if double and _usable((keys, *tensors)):
+    if double and compiled.sweep_tiles.usable((keys, *tensors)):
         out = _like(chains)
         compiled.sweep((*tensors, keys), out, sweeps)
         return out
-    programs = choice.program(_TRITON, (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
+    programs = choice.triton_programs(_TRITON, (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
     if not programs:
         return _reference(rows, prior, chains, keys, sweeps)
     out = _like(chains)
@@ -98,11 +100,6 @@ def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sw
 
 def _like(chains: Chains) -> Chains:
     return Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))
-
-
-def _usable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the program of the CPU knows these tensors."""
-    return choice.plain(tensors) and compiled.sweep_tiles.usable()
 
 
 def _reference(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -207,23 +208,23 @@ def compared(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("family", [GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL])
 def test_sizes_at_the_edges(family: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows about tiles and lanes, widths about what is summed in lanes, with an intercept and without, strided rows."""
+    """Rows about tiles and lanes, widths about what is summed in lanes, strided.
+
+    Each pair of them has one way of choosing rows, with an intercept or without, in turns: every width meets all ways.
+    """
+    turns = itertools.count()
     for size in (1, 3, 15, 16, 17, 63, 64, 65, 130):
         for features, classes in ((1, 2), (3, 5), (4, 1), (9, 3), (32, 2), (33, 3), (8, 130)):
+            turn = next(turns)
             x, y, start = problem(family, 2, size, classes, dtype, features)
             every, first = torch.full((2, 2), size), torch.tensor([[size, 1]]).expand(2, 2)
             order = torch.arange(size).flip(0).expand(2, 2, size)
-            for begin in (start, start[:, :-1]):
-                rows = x.mT.contiguous().mT, y, begin
-                for place, sizes in (
-                    (None, every),
-                    (None, first),
-                    (order, first),
-                    (order[..., : size // 2 + 1], every),
-                ):
-                    counts = sizes if place is None else sizes.clamp(max=place.shape[2])
-                    runs = lambda _, place=place, counts=counts: [(place, counts)]
-                    compared(family, rows, runs, torch.tensor([2, 2]), monkeypatch)
+            rows = x.mT.contiguous().mT, y, start if turn // 4 % 2 else start[:, :-1]
+            part = order[..., : size // 2 + 1]
+            place, sizes = ((None, every), (None, first), (order, first), (part, every))[turn % 4]
+            counts = sizes if place is None else sizes.clamp(max=place.shape[2])
+            runs = lambda _, place=place, counts=counts: [(place, counts)]
+            compared(family, rows, runs, torch.tensor([2, 2]), monkeypatch)
 
 
 def test_exponentials_are_exact_but_for_the_last_place() -> None:

@@ -68,7 +68,7 @@ def test_neighbours_that_are_told_two_lists_of_survivors(n: int, corrupt: tuple[
 
 
 @pytest.mark.parametrize("phase", [ADVERT, SHARES, COMPLAIN, MASKED, CONFIRM])
-@pytest.mark.parametrize(("n", "corrupt"), [(7, (7,)), (10, (3,)), (20, (2, 9))])
+@pytest.mark.parametrize(("n", "corrupt"), [(7, (7,)), (10, (3,)), pytest.param(20, (2, 9), marks=pytest.mark.slow)])
 def test_two_stories_about_any_phase(n: int, corrupt: tuple[int, ...], phase: int) -> None:
     """Two lists of adverts (and so two graphs), of shares, of whom to mask with, of survivors, of confirmations."""
     for part in (0.4, 0.7) if n < 10 else (0.55,):
