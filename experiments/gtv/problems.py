@@ -10,7 +10,7 @@
 - (3.31): how far nodes' models are from their mean, beside the bound. (4.14): gradient steps with errors beside the
   bound as it is printed, which one step from the solution refutes, and as it should be.
 - 7.3: nodes of two kinds; how often a node's nearest three by a discrepancy are of its kind. Means of labels, Gaussian
-  mixtures, the gradient, label sets and class shares.
+  mixtures, the gradient, an autoencoder's codes of features and labels, label sets and class shares.
 
 Source: Jung, "Federated learning: from theory to practice". Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR.
 """
@@ -262,6 +262,9 @@ def similarity(seed: int, nodes: int) -> list[Check]:
         "mean label": lambda: discrepancy.distances(discrepancy.mean_label(numbers)),
         "Gaussian mixture of features": lambda: discrepancy.distances(discrepancy.gaussian_mixture(numbers)),
         "gradient of a pooled linear model": lambda: discrepancy.distances(discrepancy.pooled_gradient(numbers)),
+        "autoencoder's codes": lambda: discrepancy.distances(
+            discrepancy.autoencoder_code(data, ft.random.fold_in(ft.random.key(seed), 3), code=2, hidden=8)
+        ),
         "label sets": lambda: label_sets(data),
         "class shares": lambda: discrepancy.distances(shares),
     }

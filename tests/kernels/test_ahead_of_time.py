@@ -14,6 +14,10 @@ from support.programs import launched
 
 SHARED = {80: 163 * 2**10, 90: 227 * 2**10}  # bytes that a block may have
 REGISTERS, THREADS, PROGRAMS = 2**16, 2**10, 2**31 - 1  # of a block, and of a grid
+SPILLED = {  # bytes, with which the assembler makes room for a third block
+    ("gaussian, torch.float32, 10000 clients of 256 x 32", 80): 8,
+    ("bernoulli, torch.float64, 10000 clients of 5000 x 128", 80): 48,
+}
 
 which = pytest.mark.parametrize("which", [("--few",), pytest.param((), marks=pytest.mark.slow)], ids=["few", "all"])
 
@@ -39,7 +43,8 @@ def test_every_program_compiles_for_both_architectures(which) -> None:
 def test_registers_need_no_memory(which) -> None:
     for line in needed(*which):
         print(f"{line['registers']:4d} registers, sm_{line['architecture']}  {line['kernel']}, {line['case']}")  # noqa: T201
-    assert [line for line in needed(*which) if line["spilled"]] == []
+    spilled = {(line["case"], line["architecture"]): line["spilled"] for line in needed(*which) if line["spilled"]}
+    assert spilled == ({} if which else SPILLED)
 
 
 @which
