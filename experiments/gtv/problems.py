@@ -35,6 +35,7 @@ from fedtorch.networks import diagnose, discrepancy, solvers
 DEVICES, CANDIDATES, CHOSEN = 100, 10, 3  # of problem 7.1; a tenth of 99 others, rounded
 ROWS = (1, 2, 4, 8, 16, 64)
 DEGREES, TRAINING, NOISE = (0, 1, 3, 12), 16, 0.3  # of polynomials; rows; sd
+FEW, MIXED = 12, 0.4  # rows of nodes of two kinds; share of rows of any class
 FORM = "closed form"
 
 
@@ -237,10 +238,10 @@ def two_kinds(seed: int, nodes: int) -> tuple[ft.data.FederatedData, Tensor, Ten
     kinds, rows = torch.arange(nodes) % 2, []
     for i in range(nodes):
         here = ft.random.fold_in(key, 1000 + i)
-        u = ft.random.uniform(here, (3, 40), torch.float64)
+        u = ft.random.uniform(here, (3, FEW), torch.float64)
         own = (u[0] * 5).long() + 5 * kinds[i]
-        label = torch.where(u[1] < 0.15, (u[2] * 10).long(), own)
-        x = centres[label] + normal(seed, 2000 + i, 40, 4)
+        label = torch.where(u[1] < MIXED, (u[2] * 10).long(), own)
+        x = centres[label] + normal(seed, 2000 + i, FEW, 4)
         rows.append((x, label))
     shares = torch.stack([torch.bincount(y, minlength=10).double() / len(y) for _, y in rows])
     return ft.data.from_tensors(rows), kinds, shares
