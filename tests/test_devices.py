@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import device_page, pretended_device
+from support import device_page, pretended_device, pretended_programs
 from support.device_cases import CASES, ROUNDS, SLOW
 from support.device_worker import Worker
 from support.oracles.closed_forms import distance
 from support.pretended_accelerator import FarAccelerator
+from support.programs import launched
 from test_conformance import ALGORITHMS, READS, REORDERED, population, start
 
 import fedtorch as ft
@@ -28,6 +29,7 @@ from experiments import common
 from experiments.trainers import training
 from fedtorch import tree
 from fedtorch.federation.algorithms.ep import corrected
+from fedtorch.programs import choice
 from fedtorch.tree import Tree
 
 FAR = pretended_device.NAME
@@ -188,6 +190,28 @@ def case_apart(name: str) -> float:
 @pytest.mark.parametrize("name", slow_or_not(CASES))
 def test_a_part_gives_the_numbers_of_the_cpu(name: str, worker: Worker) -> None:
     assert worker(case_apart, name) < REORDERED
+
+
+needs_triton = pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", pretended_programs.CASES)
+def test_programs_give_the_numbers_of_the_cpu(name: str, worker: Worker) -> None:
+    found, wanted = worker(pretended_programs.looked_at, name), pretended_programs.CASES[name]
+    assert found["kernels"] == sorted(wanted.kernels)
+    assert found["apart"] < wanted.apart
+    assert found["waits"] == []
+
+
+def test_all_programs_run_on_the_device() -> None:
+    assert set().union(*(case.kernels for case in pretended_programs.CASES.values())) == launched()
+
+
+@needs_triton
+def test_programs_start_on_one_place(worker: Worker) -> None:
+    with pytest.raises(AssertionError, match=r"cannot be accessed from Triton \(cpu tensor\?\): \['data'\]"):
+        worker(pretended_programs.started_on_two_places)
 
 
 @pytest.mark.parametrize(

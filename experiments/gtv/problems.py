@@ -10,7 +10,7 @@
 - (3.31): how far nodes' models are from their mean, beside the bound. (4.14): gradient steps with errors beside the
   bound as it is printed, which one step from the solution refutes, and as it should be.
 - 7.3: nodes of two kinds; how often a node's nearest three by a discrepancy are of its kind. Means of labels, Gaussian
-  mixtures, the gradient, label sets and class shares.
+  mixtures, the gradient, an autoencoder's codes of features and labels, label sets and class shares.
 
 Source: Jung, "Federated learning: from theory to practice". Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR.
 """
@@ -35,6 +35,7 @@ from fedtorch.networks import diagnose, discrepancy, solvers
 DEVICES, CANDIDATES, CHOSEN = 100, 10, 3  # of problem 7.1; a tenth of 99 others, rounded
 ROWS = (1, 2, 4, 8, 16, 64)
 DEGREES, TRAINING, NOISE = (0, 1, 3, 12), 16, 0.3  # of polynomials; rows; sd
+FEW, MIXED = 12, 0.4  # rows of nodes of two kinds; share of rows of any class
 FORM = "closed form"
 
 
@@ -237,10 +238,10 @@ def two_kinds(seed: int, nodes: int) -> tuple[ft.data.FederatedData, Tensor, Ten
     kinds, rows = torch.arange(nodes) % 2, []
     for i in range(nodes):
         here = ft.random.fold_in(key, 1000 + i)
-        u = ft.random.uniform(here, (3, 40), torch.float64)
+        u = ft.random.uniform(here, (3, FEW), torch.float64)
         own = (u[0] * 5).long() + 5 * kinds[i]
-        label = torch.where(u[1] < 0.15, (u[2] * 10).long(), own)
-        x = centres[label] + normal(seed, 2000 + i, 40, 4)
+        label = torch.where(u[1] < MIXED, (u[2] * 10).long(), own)
+        x = centres[label] + normal(seed, 2000 + i, FEW, 4)
         rows.append((x, label))
     shares = torch.stack([torch.bincount(y, minlength=10).double() / len(y) for _, y in rows])
     return ft.data.from_tensors(rows), kinds, shares
@@ -262,6 +263,9 @@ def similarity(seed: int, nodes: int) -> list[Check]:
         "mean label": lambda: discrepancy.distances(discrepancy.mean_label(numbers)),
         "Gaussian mixture of features": lambda: discrepancy.distances(discrepancy.gaussian_mixture(numbers)),
         "gradient of a pooled linear model": lambda: discrepancy.distances(discrepancy.pooled_gradient(numbers)),
+        "autoencoder's codes": lambda: discrepancy.distances(
+            discrepancy.autoencoder_code(data, ft.random.fold_in(ft.random.key(seed), 3), code=2, hidden=8)
+        ),
         "label sets": lambda: label_sets(data),
         "class shares": lambda: discrepancy.distances(shares),
     }

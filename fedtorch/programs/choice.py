@@ -103,7 +103,7 @@ def triton_programs(
         return None
     if not installed():
         return None
-    return _launch.loaded(operation, interpreted=first.device.type == "cpu")
+    return _launch.loaded(operation, interpreted=not is_cuda(first.device))
 
 
 def traced(tensors: Sequence[Tensor]) -> bool:

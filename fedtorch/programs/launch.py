@@ -41,8 +41,13 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **consta
         constants: its compile-time constants, by name.
     """
     if programs:
-        with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        _start(kernel, programs, arguments, {**constants, "num_warps": warps, "enable_fp_fusion": False})
+
+
+def _start(kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Start the programs: the one call of a kernel."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **options)
 
 
 def tile(columns: int, size: int) -> tuple[int, int]:

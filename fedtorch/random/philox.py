@@ -205,7 +205,7 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         rows, columns = tile(count, _LANES)
         across = -(-count // columns)
         arguments = (out, keys.contiguous(), a.contiguous(), queries, count, smallest, across)
-        launch(programs.gamma, across * -(-queries // rows), *arguments, ROWS=rows, COLUMNS=columns)
+        launch(programs.gamma, across * -(-queries // rows), *arguments, ROWS=rows, COLUMNS=columns, warps=8)
         return out.masked_fill_(~known, torch.nan)
     step = max(BLOCK // max(queries, 1) // 4, 1)
     for start in range(0, count, step):

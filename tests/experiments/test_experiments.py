@@ -60,6 +60,7 @@ from experiments.fedlin import (
     simulation as fedlin_simulation,
     student as fedlin_student,
     tensor as fedlin_tensor,
+    variants as fedlin_variants,
 )
 from experiments.fedmgp import (
     battery as fedmgp_battery,
@@ -524,6 +525,29 @@ def test_fedlin_printed_gets_the_package_s_numbers_in_numpy(tmp_path):
         who = [found["Table 3, ridge", f"included, school {school}, {name}"] for name in ("package", "NumPy")]
         assert who[0] == who[1] < 12
     assert (tmp_path / "fedlin_printed.png").stat().st_size > 10_000
+
+
+def test_part_of_the_devices_comes_to_the_same_place():
+    """With HM1; and expectation propagation that all take part in rests where it does."""
+    problem = fedlin_simulation.related(10, 4, 20, 0)
+    every, some = (fedlin_variants.hm1_curve(problem, share, rounds, 0) for share, rounds in ((1.0, 40), (0.3, 140)))
+    assert abs(some[-1] / every[-1] - 1) < 1e-3 < abs(some[1] / every[1] - 1)
+    gaps = fedlin_variants.ep_curve(fedlin_variants.of_devices(10, 0), 1.0, 14, 0)
+    assert gaps[-1] < fedlin_variants.CLOSE < gaps[0]
+
+
+@pytest.mark.slow
+def test_fedlin_variants(tmp_path):
+    fedlin_variants.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for share in ("30%", "10%"):
+        after = "HM1: error after 4 rounds", "HM1: error after 4 messages a device"
+        assert found[f"{share} of 10 devices", after[1]] < found[f"{share} of 10 devices", after[0]]
+    assert {name for setting, name in found if setting == "penalties, pairs"} == {
+        "least squares",
+        *fedlin_variants.PENALTIES,
+    }
+    assert (tmp_path / "fedlin_variants.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

@@ -1,145 +1,214 @@
-"""Compiles every Triton program to a cubin for an H100, without a device, and prints what it needs, a line each.
+"""Compiles the launches of every Triton program to cubins for an A100 and an H100, without a device.
 
-`python -m support.ahead_of_time` runs in a process of its own, without `TRITON_INTERPRET`. A line is JSON: the name of
-the case; registers of a thread, bytes that it spills and bytes of its stack, as the assembler tells; shared memory.
+`python -m support.ahead_of_time` runs in a process of its own, without `TRITON_INTERPRET`. Operations are called with
+tensors of torch's device `meta`, which have shapes of real problems and no memory, and are taken for CUDA's; the one
+place where programs start compiles what it is given as Triton would there. A line is JSON: the program and its call,
+the architecture; how many programs start, of how many threads; arguments that have strides of their own; registers of a
+thread, bytes that it spills and of its stack, as the assembler tells; and bytes of shared memory.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-TARGET = GPUTarget("cuda", 90, 32)
-triton.knobs.nvidia.dump_ptxas_log = True
-triton.knobs.compilation.always_compile = True
+from fedtorch import random
+from fedtorch.models.gibbs.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
+from fedtorch.programs import choice, glm_steps as glm, launch, stacked_step
+from fedtorch.programs.stacked_step import ClientValues
+from fedtorch.random import draws, philox
+
+ARCHITECTURES = (80, 90)
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+FLOATS = (torch.float32, torch.float64)
 
 
-LONGEST = "gibbs_sweeps.horseshoe"
-
-
-class Case(NamedTuple):
-    """One way in which a program is launched."""
+class Call(NamedTuple):
+    """A call of an operation that starts one program."""
 
     kernel: str  # module.function
-    types: str  # of the arguments that are no constants, in order
-    constants: dict[str, Any]
-    warps: int = 4
+    name: str
+    operation: Callable[[], Any]
 
 
-def philox_cases() -> Iterator[Case]:
-    draw = "*i64 i32 i32 i64 i32"
-    for form, target in ((0, "*i64"), (1, "*i64"), (2, "*u1"), (3, "*fp32"), (4, "*fp32"), (5, "*fp16")):
-        constants = {"FORM": form, "WIDE": form == 1, "DIGITS": 24, "ROWS": 1, "COLUMNS": 256}
-        yield Case("philox.draw", f"{target} {draw}", constants)
-    for form in (3, 4, 5):
-        constants = {"FORM": form, "WIDE": True, "DIGITS": 0, "ROWS": 64, "COLUMNS": 4}
-        yield Case("philox.draw", f"*fp64 {draw}", constants)
-    yield Case("philox.gamma", "*fp32 *i64 *fp64 i32 i32 fp64 i32", {"ROWS": 16, "COLUMNS": 16})
-    yield Case("philox.fold", "*i64 *i64 *i64 i32 i32", {"BLOCK": 256})
+def absent(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor of which there is no more than its shape."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def step_cases() -> Iterator[Case]:
-    for kind in ("fp32", "fp64"):
-        tile = {"ROWS": 1, "COLUMNS": 1024}
-        rows, sizes = f"*{kind} *{kind} *{kind}", "i32 i32 i32"
-        yield Case("stacked_step.squares", f"*{kind} *{kind} *{kind} *{kind} *{kind} {sizes}", {"PULL": True, **tile})
-        for some, held in ((True, False), (False, True)):
-            flags = {"PULL": some, "CLIP": some, "RATE_HELD": held, "TAKEN_HELD": held, **tile}
-            shared = f"{'*i64' if held else 'i32'} {rows} {sizes} fp64 *fp64"
-            sgd = {"MOMENTUM": some, "NESTEROV": some, **flags}
-            yield Case("stacked_step.sgd", f"{rows} {shared} fp64 fp64 fp64", sgd)
-            adam = f"*{kind} {rows} {shared} fp64 fp64 fp64 fp64 fp64 fp64"
-            yield Case("stacked_step.adam", adam, {"DECOUPLED": some, **flags})
+def whole(*shape: int) -> Tensor:
+    """Whole numbers."""
+    return absent(*shape, dtype=torch.int64)
 
 
-def glm_cases() -> Iterator[Case]:
-    for kind, most, part, many in (("fp32", 256, 32, 8), ("fp64", 64, 16, 8)):
-        tensors = f"*{kind} *{kind} *{kind} *{kind} *i64 *i64 *{kind} *i64 *{kind} *{kind} i32 i32 i32 i32 i32 fp64"
-        for family, resident, rows, features, warps in (
-            (0, True, most // 4, 32, 4),
-            (1, True, most, 32, many),
-            (2, False, part, 128, 4),
-        ):
-            constants = {"FAMILY": family, "INDEXED": not resident, "PULL": True, "RESIDENT": resident}
-            yield Case("glm_steps.linear", tensors, {**constants, "ROWS": rows, "FEATURES": features}, warps)
-    tensors = "*fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 *fp32 *fp32 i32 i32 i32 i32 i32 i32 fp64"
-    for indexed, features in ((True, 16), (False, 32), (True, 64)):
-        tile = {"ROWS": 32, "FEATURES": features, "CLASSES": 16}
-        yield Case("glm_steps.categorical", tensors, {"IGNORED": -100, "INDEXED": indexed, "PULL": True, **tile}, 8)
+def turned(tensor: Tensor) -> Tensor:
+    """The tensor in a memory that has its last two dimensions the other way round."""
+    return tensor.mT.contiguous().mT
 
 
-def gibbs_cases() -> Iterator[Case]:
-    for size in (2, 16):
-        tensors = "*fp64 " * 14 + "*i64 i32 i32 i32 i32"
-        yield Case("gibbs_sweeps.horseshoe", tensors, {"BATCH": 256 // size**2, "SIZE": size}, 8)
+def philox_calls() -> Iterator[Call]:
+    for keys, shape in ((whole(10_000), (4097, 3)), (whole(1), ())):
+        size = f"{len(keys)} keys, {shape}"
+        called = lambda name, draw, size=size: Call("philox.draw", f"{name}, {size}", draw)
+        yield called("bits", partial(draws.bits, keys, torch.Size(shape).numel()))
+        yield called("coins", partial(random.bernoulli, keys, 0.3, shape))
+        yield called("integers", partial(random.randint, keys, 10**12, shape))
+        for dtype in (*NARROW, torch.float64):
+            for draw in (random.uniform, random.normal, random.exponential):
+                yield called(f"{draw.__name__}, {dtype}", partial(draw, keys, shape, dtype))
+    for dtype in (*FLOATS, torch.float16):
+        gamma = partial(philox.gamma, whole(10_000), turned(absent(10_000, 77)), dtype)
+        yield Call("philox.gamma", f"{dtype}, 10 000 keys, 77", gamma)
+    yield Call("philox.gamma", "float32, 1 key, 1", partial(philox.gamma, whole(1), absent(1, 1), torch.float32))
+    for count in (10**7, 1):
+        yield Call("philox.fold", f"{count} keys", partial(philox.folded, whole(count), 7))
 
 
-def cases() -> Iterator[Case]:
-    yield from philox_cases()
-    yield from step_cases()
-    yield from glm_cases()
-    yield from gibbs_cases()
+def step_calls() -> Iterator[Call]:
+    sizes = [(10_000, 1_000_003, dtype) for dtype in FLOATS] + [(1_000_000, 7, torch.float32), (1, 1, torch.float32)]
+    for clients, size, dtype in sizes:
+        x, held = (absent(clients, size, dtype=dtype) for _ in range(2))
+        g = turned(x)
+        rate, taken = absent(dtype=dtype), whole(clients)
+        pulled = ClientValues(3, absent(clients), g, absent(clients, dtype=dtype))
+        plain = ClientValues(taken)
+        name = f"{clients} clients of {size}, {dtype}"
+        for most, values in (("pulled", pulled), ("plain", plain)):
+            squares = partial(stacked_step.clipped, [x], [g], [values], 1.0)
+            yield Call("stacked_step.squares", f"{name}, {most}", squares)
+        sgd = partial(stacked_step.sgd, x, g)
+        yield Call(
+            "stacked_step.sgd", f"{name}, pulled", partial(sgd, held, pulled, lr=0.1, momentum=0.9, nesterov=True)
+        )
+        yield Call("stacked_step.sgd", f"{name}, momentum", partial(sgd, held, plain, lr=rate, momentum=0.9))
+        yield Call("stacked_step.sgd", f"{name}, plain", partial(sgd, None, plain, lr=0.1))
+        adam = partial(stacked_step.adam, x, g, held, absent(clients, size, dtype=dtype))
+        yield Call("stacked_step.adam", f"{name}, pulled", partial(adam, pulled, lr=0.1, decoupled=True))
+        yield Call("stacked_step.adam", f"{name}, plain", partial(adam, plain, lr=rate, weight_decay=0.1))
 
 
-def kernel_of(case: Case) -> Any:
-    module, name = case.kernel.split(".")
-    place = "fedtorch.programs.triton.philox" if module == "philox" else f"fedtorch.programs.triton.{module}"
-    return getattr(importlib.import_module(place), name)
+def glm_calls() -> Iterator[Call]:
+    """Rows that stay in registers and that do not, of the widest models too."""
+    families = {"gaussian": glm.GAUSSIAN, "bernoulli": glm.BERNOULLI, "poisson": glm.POISSON}
+    for dtype in FLOATS:
+        for rows, features in ((50, 32), (256 if dtype == torch.float32 else 64, 32), (5000, 128), (1, 1)):
+            for name, family in families.items():
+                yield linear_call(f"{name}, {dtype}", family, rows, features, dtype)
+    for features, batched in ((64, True), (17, False), (1, True)):
+        yield linear_call("categorical", glm.CATEGORICAL, 5000, features, torch.float32, batched, classes=16)
 
 
-def with_ones(case: Case) -> Case:
-    """The case with sizes of one, which a launch makes constants."""
-    names = [arg for arg in kernel_of(case).arg_names if arg not in case.constants]
-    ones = {arg: 1 for arg, kind in zip(names, case.types.split()) if kind == "i32"}
-    return case._replace(
-        types=" ".join(kind for kind in case.types.split() if kind != "i32"), constants={**case.constants, **ones}
-    )
+def linear_call(
+    name: str, family: Any, rows: int, features: int, dtype: torch.dtype, batched: bool = False, classes: int = 0
+) -> Call:
+    clients = 1 if rows == 1 else 10_000
+    x, y = (turned(absent(clients, rows, *one, dtype=dtype)) for one in ((features,), ()))
+    start = absent(clients, features, *[classes] * bool(classes), dtype=dtype)
+    pull = {} if family is glm.POISSON else {"precision": absent(clients), "shift": start}
+    batches = {"batches": whole(clients, 20, 32)} if batched or family is glm.POISSON else {}
+    run = partial(glm.glm_steps, family, x, y, whole(clients), start, steps=20, lr=0.1, **pull, **batches)
+    kernel = "glm_steps.categorical" if classes else "glm_steps.linear"
+    return Call(kernel, f"{name}, {clients} clients of {rows} x {features}", run)
 
 
-def compiled(case: Case) -> dict[str, Any]:
-    """What a case needs; pointers are aligned, as torch's are."""
-    kernel = kernel_of(case)
-    free = iter(case.types.split())
-    signature = {arg: "constexpr" if arg in case.constants else next(free) for arg in kernel.arg_names}
-    assert next(free, None) is None, f"more types than arguments of {case.kernel}"
-    options = {"num_warps": case.warps, "enable_fp_fusion": False}
+def gibbs_calls() -> Iterator[Call]:
+    for clients, chains, size in ((1000, 4, 2), (1000, 4, 16), (1, 1, 1)):
+        rows = Rows(absent(clients, size, size), absent(clients, size), absent(clients), absent(clients))
+        each, one = absent(clients, chains, size), absent(clients, chains)
+        state = Chains(each, each, each, one)
+        run = partial(gibbs_sweeps, rows, SweepPrior(turned(each), each, one), state, whole(clients, chains), 50)
+        yield Call("gibbs_sweeps.horseshoe", f"{clients} clients, {chains} chains, {size} coefficients", run)
+
+
+def calls() -> Iterator[Call]:
+    yield from philox_calls()
+    yield from step_calls()
+    yield from glm_calls()
+    yield from gibbs_calls()
+
+
+class Started(NamedTuple):
+    """What a call has started."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class Architecture:
+    """What Triton asks its driver of a device that is not there; every device is one architecture."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.number, 32)
+
+
+def started(call: Call) -> Started:
+    """The one program that a call starts."""
+    seen: list[Started] = []
+    launch._start = lambda *given: seen.append(Started(*given))
+    call.operation()
+    ((kernel, _, _, _),) = seen
+    module, name = kernel.__module__.rpartition(".")[2], kernel.__name__
+    assert f"{module}.{name}" == call.kernel, f"Expected {call.name} to start {call.kernel}, but got {module}.{name}"
+    return seen[0]
+
+
+def compiled(call: Call, architecture: int) -> dict[str, Any]:
+    """What a call needs of a device."""
+    kernel, programs, arguments, options = started(call)
+    triton.runtime.driver.set_active(Architecture(architecture))
+    kernel.device_caches.clear()  # what is the same for two calls is assembled for each
     told = io.StringIO()
     with redirect_stdout(told):
-        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
-        made = triton.compile(ASTSource(kernel, signature, case.constants, aligned), target=TARGET, options=options)
+        made = kernel.warmup(*arguments, grid=(programs,), **options)
     assert len(made.asm["cubin"]) > 0
+    assert made.metadata.target.arch == architecture
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", told.getvalue())))
     ((registers, stack),) = zip(
         re.findall(r"Used (\d+) registers", told.getvalue()), re.findall(r"(\d+) bytes stack", told.getvalue())
     )
-    constants = ", ".join(f"{key}={value}" for key, value in case.constants.items())
-    name = f"{case.kernel}({case.types}; {constants})"
+    strided = [n for n, a in zip(kernel.arg_names, arguments) if isinstance(a, Tensor) and not a.is_contiguous()]
+    where = {"kernel": call.kernel, "case": call.name, "architecture": architecture}
+    grid = {"programs": programs, "threads": 32 * made.metadata.num_warps, "strided": strided}
     needed = {"registers": int(registers), "spilled": spilled, "stack": int(stack), "shared": made.metadata.shared}
-    return {"case": name, **needed}
+    return {**where, **grid, **needed}
 
 
 def main() -> None:
-    """Prints a line for every case; names of kernels choose some.
+    """Print a line for every call and architecture; names of kernels choose some.
 
-    With `--few` it is the first case of every program, but for the one that takes longer than five others.
+    With `--few` it is the first call of every program.
     """
+    triton.knobs.nvidia.dump_ptxas_log = True
+    triton.knobs.compilation.always_compile = True
+    choice.is_cuda = lambda device: device.type == "meta"
     names, few, done = [name for name in sys.argv[1:] if name != "--few"], "--few" in sys.argv, set()
-    for case in cases():
-        if case.kernel.startswith(tuple(names) or "") and not (few and case.kernel in {LONGEST, *done}):
-            print(json.dumps(compiled(case)), flush=True)
-            if not few and case.kernel not in done:
-                print(json.dumps(compiled(with_ones(case))), flush=True)
-            done.add(case.kernel)
+    for call in calls():
+        if call.kernel.startswith(tuple(names) or "") and not (few and call.kernel in done):
+            for architecture in ARCHITECTURES:
+                print(json.dumps(compiled(call, architecture)), flush=True)
+            done.add(call.kernel)
 
 
 if __name__ == "__main__":

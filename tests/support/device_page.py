@@ -24,11 +24,11 @@ from support.oracles.closed_forms import distance, numbers_in
 from support.pretended_device import NAME
 
 PATH = Path(__file__).parents[2] / "docs" / "explanation" / "devices.md"
-_PROGRAMS = (
+REFERENCES = (
     "programs/",
     "models/gibbs/gibbs_sweeps.py",
     "random/philox.py",
-)  # references: Triton's programs, which do not wait, run in their place
+)  # Triton's programs, which do not wait, run in their place
 _HEADINGS = {"waits": "## Waits", "doubles": "## Float64", "cuda": "## What it cannot show"}
 
 
@@ -81,7 +81,7 @@ def looked_at(name: str) -> dict[str, Any]:
         seen.clear()
         run.step()
         doubles = pretended_device.by_text(seen.doubles)
-    waits = {line: count for line, count in waits.items() if not line.startswith(_PROGRAMS)}
+    waits = {line: count for line, count in waits.items() if not line.startswith(REFERENCES)}
     return {"apart": distance(found, near.tensors()), "waits": waits, "doubles": doubles}
 
 

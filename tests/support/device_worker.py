@@ -29,7 +29,11 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             cwd=_TESTS.parent,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)])},
+            env={
+                **os.environ,
+                "TRITON_INTERPRET": "1",
+                "PYTHONPATH": os.pathsep.join([str(_TESTS.parent), str(_TESTS)]),
+            },
         )
 
     def __call__(self, function: Any, *args: Any) -> Any:

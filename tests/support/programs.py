@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fedtorch as ft
 from fedtorch.programs import choice, launch as _launch
 
 
@@ -40,3 +43,13 @@ def launches(monkeypatch: pytest.MonkeyPatch, at_least: int = 1) -> Iterator[lis
         patch.setattr(_launch, "loaded", watched)
         yield seen
     assert len(seen) >= at_least, f"Expected {at_least} launches of programs, but got {seen}"
+
+
+def launched() -> set[str]:
+    """Return the programs that `fedtorch.programs` and `fedtorch.random` launch, by module and name."""
+    files = [
+        *(Path(ft.__path__[0]) / "programs").glob("*.py"),
+        *(Path(ft.__path__[0]) / name for name in ("random/philox.py", "models/gibbs/gibbs_sweeps.py")),
+    ]
+    called = re.compile(r"(?<![.\w])programs\.([a-z]\w*)\b")
+    return {f"{file.stem}.{name}" for file in files for name in called.findall(file.read_text())}
