@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,6 +28,8 @@ from torch import nn
 import fedtorch as ft
 from experiments import result_pages
 from experiments.result_pages import write_results as write_results
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,21 @@ def number(value: float | None, spread: float | None = None, form: str = ".3f") 
     if value is None:
         return ""
     return f"{value:{form}}" + ("" if spread is None else f" ± {spread:{form}}")
+
+
+def kept(folder: Path | None, name: str, make: Callable[[], T]) -> T:
+    """What `make` computes (tensors and numbers in tuples, lists and dictionaries), from its file in the folder where a
+    call before has done so; without a folder always anew."""
+    if folder is None:
+        return make()
+    file = folder / f"{name}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        begun = file.with_suffix(f".{os.getpid()}")  # so that a call that is stopped leaves no half of a file
+        torch.save(make(), begun)
+        begun.replace(file)
+    found: T = torch.load(file, weights_only=True)
+    return found
 
 
 def mean_with_error(values: Sequence[float], form: str = ".3f") -> str:

@@ -29,6 +29,7 @@ Beside the source's figures (bounds in nats at ρ = 0.5, 1, 2; data with noise, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -100,7 +101,7 @@ def guides() -> dict[str, vfl.Guide]:
 
 def variational(
     size: Size, data: Problem, parties: int, name: str, guide: vfl.Guide, seed: int, rhos: Sequence[float]
-) -> dict[tuple[float, str], Result]:
+) -> Fits:
     """All ρ, with and without noise, as one batch."""
     make = vfl.power if name == "power" else vfl.augmented
     width = size.features // parties
@@ -141,25 +142,39 @@ def sampled(size: Size, data: Problem, parties: int, name: str, rho: float, nois
     return Result(float("nan"), own, bare, flat.mean(0), flat.std(0))
 
 
+Fits = dict[tuple[float, str], Result]  # by ρ and data
 Key = tuple[int, float, str, str, str]  # parties, ρ, data, model, inference
 
 
-def combinations(size: Size, seed: int, rhos: Sequence[float]) -> tuple[dict[Key, Result], Problem]:
-    """Every combination of the source's Table 2, and ours."""
+def combinations(
+    size: Size, seed: int, rhos: Sequence[float], folder: Path | None = None
+) -> tuple[dict[Key, Result], Problem]:
+    """Every combination of the source's Table 2, and ours, from the folder of what is done where there is one."""
     data = problem(size, seed)
+
+    def fitted(parties: int, name: str, guide: vfl.Guide, way: str, of: Sequence[float]) -> Fits:
+        title = f"logistic_{seed}_{parties}_{name}_{way}_{size.steps}".replace(" ", "_")
+        work = lambda: {s: tuple(each) for s, each in variational(size, data, parties, name, guide, seed, of).items()}
+        return {s: Result(*each) for s, each in common.kept(folder, title, work).items()}
+
+    def drawn(parties: int, name: str, rho: float, noise: int) -> Result:
+        title = f"logistic_{seed}_{parties}_{name}_NUTS_{rho:g}_{noise}_{size.draws}"
+        return Result(*common.kept(folder, title, lambda: tuple(sampled(size, data, parties, name, rho, noise, seed))))
+
     found: dict[Key, Result] = {}
-    plain = variational(size, data, 1, "plain", vfl.Guide(vfl.noiseless()), seed, rhos[:1])
-    references = [sampled(size, data, 1, "plain", 1.0, i, seed) for i in range(len(NOISES))]
+    plain = fitted(1, "plain", vfl.Guide(vfl.noiseless()), "VI", rhos[:1])
+    references = [drawn(1, "plain", 1.0, i) for i in range(len(NOISES))]
     for parties in size.parties:
         for name in ("augmented", "power"):
             of_model = guides()
             del of_model["amortised, y seen" if name == "augmented" else "amortised"]
             for inference, guide in of_model.items():
-                for (rho, noise), result in variational(size, data, parties, name, guide, seed, rhos).items():
-                    found[parties, rho, noise, name, inference.removesuffix(", y seen")] = result
+                way = inference.removesuffix(", y seen")
+                for (rho, noise), result in fitted(parties, name, guide, way, rhos).items():
+                    found[parties, rho, noise, name, way] = result
             for rho in rhos:
                 for i, noise in enumerate(NOISES):
-                    found[parties, rho, noise, name, "NUTS"] = sampled(size, data, parties, name, rho, i, seed)
+                    found[parties, rho, noise, name, "NUTS"] = drawn(parties, name, rho, i)
         for rho in rhos:
             for i, noise in enumerate(NOISES):
                 found[parties, rho, noise, "plain", "VI"] = plain[rhos[0], noise]
@@ -235,11 +250,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parties", type=int, choices=(2, 10), action="append", help="only this number of parties")
     parser.add_argument("--steps", type=int, default=5000, help="of variational inference (default 5000)")
     parser.add_argument("--draws", type=int, default=800, help="of NUTS (default 800)")
+    parser.add_argument("--kept", type=Path, help="folder of the fits that are done, where the next call goes on")
     options = parser.parse_args(argv)
     size = Size(60, 4, (2,), 100, 20) if options.smoke else Size(500, 20, (2, 10), options.steps, options.draws)
     size = size._replace(parties=tuple(options.parties or size.parties))
     rhos = RHOS[1:2] if options.smoke else RHOS
-    runs = [combinations(size, seed, rhos) for seed in range(options.seeds)]
+    runs = [combinations(size, seed, rhos, options.kept) for seed in range(options.seeds)]
     tables = [figures(*run) for run in runs]
     rows = []
     for key, metric in tables[0]:
