@@ -28,7 +28,9 @@ Beside the source's figures (bounds in nats at ρ = 0.5, 1, 2; data with noise, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,6 +49,7 @@ from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)
 NOISES = ("with noise", "without noise")
+CLOSE = "largest |mean − NUTS| in sd"
 
 
 class Size(NamedTuple):
@@ -199,9 +202,50 @@ def figures(found: dict[Key, Result], data: Problem) -> dict[tuple[Key, str], fl
         rows[key, "log score without noise"] = result.noiseless
         rows[key, "slope"] = slope(result, data.beta)
         rows[key, "slope, corrected"] = slope(result, data.beta) * float(vfl.attenuation(variance))
-        rows[key, "largest |mean − NUTS| in sd"] = float(((result.mean - reference.mean) / reference.sd).abs().max())
+        rows[key, CLOSE] = float(((result.mean - reference.mean) / reference.sd).abs().max())
         rows[key, "mean sd / NUTS"] = float((result.sd / reference.sd).mean())
     return rows
+
+
+def claims(tables: Sequence[dict[tuple[Key, str], float]], rhos: Sequence[float]) -> list[common.Row]:
+    """What the source reads from Figures 2 and 3, and in which share of the seeds it holds here; data with noise."""
+    made = []
+    counts = sorted({key[0] for key, _ in tables[0]})
+
+    def say(setting: str, claim: str, holds: Callable[[Callable[..., float]], bool]) -> None:
+        shares = [holds(partial(_of, table)) for table in tables]
+        made.append(common.Row(setting, f"claim: {claim}", sum(shares) / len(shares), None, 1.0, None, len(shares)))
+
+    for parties, rho in itertools.product(counts, rhos):
+        setting = f"J = {parties}, ρ = {rho:g}"
+        for way in ("mean field", "amortised"):
+            holds = lambda at, parties=parties, rho=rho, way=way: (
+                at("bound", parties, rho, "power", way) > at("bound", parties, rho, "augmented", way)
+            )
+            say(setting, f"the power model's bound is above the augmented one's, {way}", holds)
+        better, other = ("mean field", "amortised") if rho > 1 else ("amortised", "mean field")
+        for model in ("augmented", "power"):
+            holds = lambda at, parties=parties, rho=rho, model=model, better=better, other=other: (
+                at("bound", parties, rho, model, better) > at("bound", parties, rho, model, other)
+            )
+            say(setting, f"{better} has a higher bound than {other}, {model}", holds)
+            holds = lambda at, parties=parties, rho=rho, model=model, better=better, other=other: (
+                at(CLOSE, parties, rho, model, better) < at(CLOSE, parties, rho, model, other)
+            )
+            say(setting, f"{better} is closer to NUTS than {other}, {model}", holds)
+    if len(counts) > 1:
+        few, many = counts
+        for rho, way in itertools.product(rhos, ("mean field", "amortised")):
+            gap = lambda at, parties, rho=rho, way=way: abs(
+                at("bound", parties, rho, "power", way) - at("bound", parties, rho, "augmented", way)
+            )
+            holds = lambda at, gap=gap: gap(at, many) < gap(at, few)
+            say(f"ρ = {rho:g}", f"the models' bounds differ less with {many} parties than with {few}, {way}", holds)
+    return made
+
+
+def _of(table: dict[tuple[Key, str], float], metric: str, parties: int, rho: float, model: str, way: str) -> float:
+    return table[(parties, rho, NOISES[0], model, way), metric]
 
 
 def _model(name: str, parties: int, rho: float) -> vfl.VerticalModel:
@@ -257,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rhos = RHOS[1:2] if options.smoke else RHOS
     runs = [combinations(size, seed, rhos, options.kept) for seed in range(options.seeds)]
     tables = [figures(*run) for run in runs]
-    rows = []
+    rows = claims(tables, rhos)
     for key, metric in tables[0]:
         values = [table[key, metric] for table in tables]
         parties, rho, noise, name, inference = key

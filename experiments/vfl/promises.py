@@ -25,6 +25,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -296,11 +297,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do the parts, print what they find and draw it."""
     parser = common.arguments(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part (default all)")
+    parser.add_argument("--kept", type=Path, help="folder of the parts that are done, where the next call goes on")
     options = parser.parse_args(argv)
     runs: dict[str, Runs] = {}
     for part in options.part or PARTS:
         for seed in range(options.seeds):
-            for setting, found in PARTS[part](seed, options.smoke).items():
+            work = partial(PARTS[part], seed, options.smoke)
+            for setting, found in common.kept(options.kept, f"promises_{part}_{seed}", work).items():
                 runs.setdefault(part, {}).setdefault(setting, []).append(found)
     rows = [
         row for part, of in runs.items() for setting, each in of.items()

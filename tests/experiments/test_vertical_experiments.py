@@ -61,7 +61,9 @@ def test_the_maximum_of_z_is_where_its_gradient_vanishes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["trials.vertibench", "vfl.em", "vfl.clock", "vfl.late", "vfl.mnist", "vfl.areas"])
+@pytest.mark.parametrize(
+    "name", ["trials.vertibench", "vfl.em", "vfl.clock", "vfl.late", "vfl.mnist", "vfl.areas", "vfl.promises"]
+)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     if name == "vfl.late":
         pytest.importorskip("grpc")
