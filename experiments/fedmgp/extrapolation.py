@@ -82,8 +82,7 @@ def averaged(seed: int, rounds: int) -> dict[str, fm.Prediction]:
     kept, at, _ = problem(seed)
     found = {}
     for changed, size in SIZES.items():
-        algorithm = ft.fedmgp_average(fm.published(moved(seed, size)), units=5, steps=20, lr=0.01)
-        run = ft.run(algorithm, ft.InProcess(fm.federated(kept.x, kept.y)), rounds=rounds)
+        run = fm.averaged(fm.federated(kept.x, kept.y), fm.published(moved(seed, size)), rounds)
         found[f"FedMGP-avg{changed}"] = fm.predict(fm.unit_model(run, 0), at)
     return found
 

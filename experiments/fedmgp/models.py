@@ -128,11 +128,17 @@ def model(
     )
 
 
-def published(inducing: Tensor, units: int | None = None) -> ConvolvedGP:
+def published(inducing: Tensor, latents: int = 1, scale: float | None = None) -> ConvolvedGP:
     """The model as the source averages it: latent processes of unit variance, which units' weights make up for."""
-    found = model(inducing, units=units)
+    found = model(inducing, latents, scale=scale)
     found.kernel.raw_variance.requires_grad_(False)
     return found
+
+
+def averaged(data: ft.data.FederatedData, module: ConvolvedGP, rounds: int, batch_size: int | None = None) -> ft.Run:
+    """The source's Algorithm 2: rounds of twenty Adam steps of rate 0.01 each, whose changes are averaged."""
+    algorithm = ft.fedmgp_average(module, units=len(data), steps=20, lr=0.01, batch_size=batch_size)
+    return ft.run(algorithm, ft.InProcess(data), rounds=rounds)
 
 
 def pooled_scale(y: Sequence[Tensor]) -> float:
