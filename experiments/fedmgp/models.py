@@ -128,11 +128,26 @@ def model(
     )
 
 
-def published(inducing: Tensor, latents: int = 1, scale: float | None = None) -> ConvolvedGP:
-    """The model as the source averages it: latent processes of unit variance, which units' weights make up for."""
+def published(
+    inducing: Tensor, latents: int = 1, scale: float | None = None, lengthscale: float | None = None
+) -> ConvolvedGP:
+    """The model as the source averages it: latent processes of unit variance, which units' weights make up for.
+
+    Averages hardly move a lengthscale away from where it begins, for q(g) holds it: it may begin elsewhere than at a
+    tenth of the range.
+    """
     found = model(inducing, latents, scale=scale)
     found.kernel.raw_variance.requires_grad_(False)
+    if lengthscale is not None:
+        raw = found.kernel.raw_lengthscale
+        wanted = found.kernel.raw_lengthscale_constraint.inverse_transform(torch.full_like(raw, lengthscale))
+        found.kernel.initialize(raw_lengthscale=wanted)
     return found
+
+
+def spacing(inducing: Tensor) -> float:
+    """The mean distance of neighbouring inducing inputs, where averages begin with the lengthscale."""
+    return float((inducing.max() - inducing.min()) / (len(inducing) - 1))
 
 
 def averaged(data: ft.data.FederatedData, module: ConvolvedGP, rounds: int, batch_size: int | None = None) -> ft.Run:

@@ -727,24 +727,15 @@ def test_fedmgp_benchmark(tmp_path):
 @pytest.mark.slow
 def test_fedmgp_faults(tmp_path):
     fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert len(rows(tmp_path / "rows.json")) == 9  # where units drop out there is no robust total
+    assert len(rows(tmp_path / "rows.json")) == 15 + 2 * 3  # where units drop out there is no robust total
     assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
 
 
-def test_averages_begin_at_the_latent_process_of_the_exact_sums():
-    x = torch.linspace(-1, 1, 8, dtype=torch.float64)
-    data = fedmgp_models.federated([x, x], [x.sin(), 2 * x.sin()])
-    units, _ = fedmgp_models.fedmgp(data, fedmgp_models.published(fedmgp_models.inducing()), 3)
-    average = ft.fedmgp_average(fedmgp_models.published(fedmgp_models.inducing()), units=2, steps=1)
-    start = fedmgp_faults.after(average.start, units[0])
-    assert start.keys() == average.start.keys()
-    assert not torch.equal(start["kernel.raw_lengthscale"], average.start["kernel.raw_lengthscale"])
-    own = fedmgp_models.published(fedmgp_models.inducing())
-    own.rebase()
-    values = own.basis[0] @ start["posterior_mean"]
-    torch.testing.assert_close(values, units[0].basis[0] @ units[0].posterior_mean)
-    root, exact = own.basis[0] @ start["posterior_root"], units[0].basis[0] @ units[0].posterior_root
-    torch.testing.assert_close(root @ root.T, exact @ exact.T)
+def test_averages_begin_at_the_distance_of_the_inducing_inputs():
+    inducing = fedmgp_models.inducing()
+    start = fedmgp_models.published(inducing, lengthscale=fedmgp_models.spacing(inducing))
+    torch.testing.assert_close(start.kernel.lengthscale.flatten(), (inducing[1] - inducing[0]).reshape(1))
+    assert float(fedmgp_models.published(inducing).kernel.lengthscale) == pytest.approx(0.22)
 
 
 @pytest.mark.slow
@@ -862,6 +853,10 @@ def test_sparse_regression(tmp_path):
     sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
     assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
+    sparse_regression.main(["--smoke", "--study", "noise", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    error = "root mean squared error of log σ_k, 6 rows"
+    assert found["noise, b_σ with sites' σ_k", error] < found["noise, b_σ = 1", error]
 
 
 @pytest.mark.parametrize("part", ["steps", "sums"])
