@@ -30,6 +30,7 @@ from experiments import result_pages
 from experiments.result_pages import write_results as write_results
 
 T = TypeVar("T")
+EARLIER = "What calls before had kept is not in these seconds."
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,7 @@ def this_run(name: str, rows: Sequence[Row], options: argparse.Namespace) -> dic
         "seconds": time.perf_counter() - options.began[0],
         "processor_seconds": time.process_time() - options.began[1],
         "seeds": options.seeds,
+        **({} if getattr(options, "kept", None) is None else {"remark": EARLIER}),
         "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
     }
 
