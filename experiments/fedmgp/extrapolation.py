@@ -89,7 +89,8 @@ def averaged(seed: int, rounds: int, folder: Path | None = None) -> dict[str, fm
         inducing = moved(seed, size)
         module = fm.published(inducing, lengthscale=fm.spacing(inducing))
         run = fm.averaged(fm.federated(kept.x, kept.y), module, rounds)
-        return tuple(fm.predict(fm.unit_model(run, 0), at))
+        found = fm.predict(fm.unit_model(run, 0), at)
+        return found.mean, found.sd
 
     return {
         f"FedMGP-avg{changed}": fm.Prediction(

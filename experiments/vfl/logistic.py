@@ -29,10 +29,9 @@ Beside the source's figures (bounds in nats at ρ = 0.5, 1, 2; data with noise, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -71,6 +70,7 @@ READING = result_pages.Reading(
         ),
     ),
 )
+WAYS = ("mean field", "amortised")  # the published two
 CLOSE = "largest |mean − NUTS| in sd"
 
 
@@ -179,12 +179,20 @@ def combinations(
 
     def fitted(parties: int, name: str, guide: vfl.Guide, way: str, of: Sequence[float]) -> Fits:
         title = f"logistic_{seed}_{parties}_{name}_{way}_{size.steps}".replace(" ", "_")
-        work = lambda: {s: tuple(each) for s, each in variational(size, data, parties, name, guide, seed, of).items()}
-        return {s: Result(*each) for s, each in common.kept(folder, title, work).items()}
+
+        def work() -> dict[tuple[float, str], Any]:
+            fits = variational(size, data, parties, name, guide, seed, of)
+            return {setting: tuple(each) for setting, each in fits.items()}
+
+        return {setting: Result(*each) for setting, each in common.kept(folder, title, work).items()}
 
     def drawn(parties: int, name: str, rho: float, noise: int) -> Result:
         title = f"logistic_{seed}_{parties}_{name}_NUTS_{rho:g}_{noise}_{size.draws}"
-        return Result(*common.kept(folder, title, lambda: tuple(sampled(size, data, parties, name, rho, noise, seed))))
+
+        def work() -> Any:
+            return tuple(sampled(size, data, parties, name, rho, noise, seed))
+
+        return Result(*common.kept(folder, title, work))
 
     found: dict[Key, Result] = {}
     plain = fitted(1, "plain", vfl.Guide(vfl.noiseless()), "VI", rhos[:1])
@@ -231,43 +239,44 @@ def figures(found: dict[Key, Result], data: Problem) -> dict[tuple[Key, str], fl
 
 def claims(tables: Sequence[dict[tuple[Key, str], float]], rhos: Sequence[float]) -> list[common.Row]:
     """What the source reads from Figures 2 and 3, and in which share of the seeds it holds here; data with noise."""
-    made = []
     counts = sorted({key[0] for key, _ in tables[0]})
+    held = [_held(table, counts, rhos) for table in tables]
+    shares = {of: sum(each[of] for each in held) / len(held) for of in held[0]}
+    return [
+        common.Row(setting, f"claim: {claim}", share, None, 1.0, None, len(held))
+        for (setting, claim), share in shares.items()
+    ]
 
-    def say(setting: str, claim: str, holds: Callable[[Callable[..., float]], bool]) -> None:
-        shares = [holds(partial(_of, table)) for table in tables]
-        made.append(common.Row(setting, f"claim: {claim}", sum(shares) / len(shares), None, 1.0, None, len(shares)))
 
+def _held(
+    table: dict[tuple[Key, str], float], counts: Sequence[int], rhos: Sequence[float]
+) -> dict[tuple[str, str], bool]:
+    """Whether each claim holds in one seed, by setting and claim."""
+
+    def at(metric: str, parties: int, rho: float, model: str, way: str) -> float:
+        return table[(parties, rho, NOISES[0], model, way), metric]
+
+    def gap(parties: int, rho: float, way: str) -> float:
+        """How far the power model's bound is above the augmented one's."""
+        return at("bound", parties, rho, "power", way) - at("bound", parties, rho, "augmented", way)
+
+    held = {}
     for parties, rho in itertools.product(counts, rhos):
         setting = f"J = {parties}, ρ = {rho:g}"
-        for way in ("mean field", "amortised"):
-            holds = lambda at, parties=parties, rho=rho, way=way: (
-                at("bound", parties, rho, "power", way) > at("bound", parties, rho, "augmented", way)
-            )
-            say(setting, f"the power model's bound is above the augmented one's, {way}", holds)
-        better, other = ("mean field", "amortised") if rho > 1 else ("amortised", "mean field")
+        for way in WAYS:
+            held[setting, f"the power model's bound is above the augmented one's, {way}"] = gap(parties, rho, way) > 0
+        other, better = WAYS if rho <= 1 else WAYS[::-1]
         for model in ("augmented", "power"):
-            holds = lambda at, parties=parties, rho=rho, model=model, better=better, other=other: (
-                at("bound", parties, rho, model, better) > at("bound", parties, rho, model, other)
-            )
-            say(setting, f"{better} has a higher bound than {other}, {model}", holds)
-            holds = lambda at, parties=parties, rho=rho, model=model, better=better, other=other: (
-                at(CLOSE, parties, rho, model, better) < at(CLOSE, parties, rho, model, other)
-            )
-            say(setting, f"{better} is closer to NUTS than {other}, {model}", holds)
+            best, rest = (at("bound", parties, rho, model, way) for way in (better, other))
+            held[setting, f"{better} has a higher bound than {other}, {model}"] = best > rest
+            best, rest = (at(CLOSE, parties, rho, model, way) for way in (better, other))
+            held[setting, f"{better} is closer to NUTS than {other}, {model}"] = best < rest
     if len(counts) > 1:
         few, many = counts
-        for rho, way in itertools.product(rhos, ("mean field", "amortised")):
-            gap = lambda at, parties, rho=rho, way=way: abs(
-                at("bound", parties, rho, "power", way) - at("bound", parties, rho, "augmented", way)
-            )
-            holds = lambda at, gap=gap: gap(at, many) < gap(at, few)
-            say(f"ρ = {rho:g}", f"the models' bounds differ less with {many} parties than with {few}, {way}", holds)
-    return made
-
-
-def _of(table: dict[tuple[Key, str], float], metric: str, parties: int, rho: float, model: str, way: str) -> float:
-    return table[(parties, rho, NOISES[0], model, way), metric]
+        for rho, way in itertools.product(rhos, WAYS):
+            claim = f"the models' bounds differ less with {many} parties than with {few}, {way}"
+            held[f"ρ = {rho:g}", claim] = abs(gap(many, rho, way)) < abs(gap(few, rho, way))
+    return held
 
 
 def _model(name: str, parties: int, rho: float) -> vfl.VerticalModel:

@@ -161,9 +161,9 @@ def nodes(
     begin = start or initial(model, guide, len(data.response), 1, key, torch.float64)
     server, *holders = parts(model, guide, begin, key=key)
     known = data.known_to_parties(response=response_shared)
-    settings = {"response_shared": response_shared, "optimizer": optimizer}
-    parties = [vfl.PartyNode(part, rows, **settings) for part, rows in zip(holders, known)]
-    return vfl.ServerNode(server, data.known_to_server(), **settings), parties
+    party = partial(vfl.PartyNode, response_shared=response_shared, optimizer=optimizer)
+    whole = partial(vfl.ServerNode, response_shared=response_shared, optimizer=optimizer)
+    return whole(server, data.known_to_server()), [party(part, rows) for part, rows in zip(holders, known)]
 
 
 def delayed(half: Half, seconds: float, sent: list[int]) -> Half:

@@ -215,7 +215,7 @@ def predicted(sent: Tensor, x: Tensor, known: int) -> float:
     """The share of the variance of a column of other rows that what was sent predicts, from the first rows' columns."""
     centred = sent - sent[:known].mean(0)
     left, sizes, _ = torch.linalg.svd(centred, full_matrices=False)
-    scores = left * sizes
+    scores = (left * sizes)[:, sizes > 1e-9 * sizes[0]]  # what is below is rounding
     target, best = x[:known] - x[:known].mean(), (float("inf"), 0)
     for count in range(1, min(known // 2, scores.shape[1]) + 1):
         design = torch.cat([torch.ones(known, 1, dtype=x.dtype), scores[:known, :count]], 1)
