@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,6 +28,9 @@ from torch import nn
 import fedtorch as ft
 from experiments import result_pages
 from experiments.result_pages import write_results as write_results
+
+T = TypeVar("T")
+EARLIER = "What calls before had kept is not in these seconds."
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,21 @@ def number(value: float | None, spread: float | None = None, form: str = ".3f") 
     return f"{value:{form}}" + ("" if spread is None else f" ± {spread:{form}}")
 
 
+def kept(folder: Path | None, name: str, make: Callable[[], T]) -> T:
+    """What `make` computes (tensors and numbers in tuples, lists and dictionaries), from its file in the folder where a
+    call before has done so; without a folder always anew."""
+    if folder is None:
+        return make()
+    file = folder / f"{name}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        begun = file.with_suffix(f".{os.getpid()}")  # so that a call that is stopped leaves no half of a file
+        torch.save(make(), begun)
+        begun.replace(file)
+    found: T = torch.load(file, weights_only=True)
+    return found
+
+
 def mean_with_error(values: Sequence[float], form: str = ".3f") -> str:
     """The mean of repetitions and its standard error, as a table has them."""
     return number(float(np.mean(values)), standard_error(values), form)
@@ -179,6 +197,7 @@ def this_run(name: str, rows: Sequence[Row], options: argparse.Namespace) -> dic
         "seconds": time.perf_counter() - options.began[0],
         "processor_seconds": time.process_time() - options.began[1],
         "seeds": options.seeds,
+        **({} if getattr(options, "kept", None) is None else {"remark": EARLIER}),
         "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
     }
 

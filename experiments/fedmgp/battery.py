@@ -24,6 +24,9 @@ them on cells 2, 9 and 14, which are no test cells; two of the test cells (0 and
 processes' kernel is the one of seven with the highest bound, which sees no lost outputs, on cells 2, 9 and 14. Every
 federated model is trained with two settings of the steps and the one with the higher bound is kept; that these two are
 tried, and no others, was settled with results on test cells in view. So the figures flatter both somewhat.
+
+`--average ROUNDS` adds FedMGP-avg, what the source's table has: its Algorithm 2, with twenty steps of rate 0.01 in each
+of so many rounds; priors are no part of its risk.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 CYCLES = 250
 PUBLISHED: dict[str, tuple[str, ...]] = {  # × 10⁻³, in the source's own units
     "FedMGP": ("1.94 ± 1.03", "1.68 ± 0.97", "1.44 ± 1.06"),
+    "FedMGP-avg": ("1.94 ± 1.03", "1.68 ± 0.97", "1.44 ± 1.06"),
     "FedMGP, own processes": (),
     "FedPoly": ("6.13 ± 2.11", "3.98 ± 1.38", "2.25 ± 1.77"),
     "ModularGP": ("2.11 ± 1.49", "1.79 ± 1.35", "1.48 ± 1.39"),
@@ -133,6 +137,12 @@ def federated(data: ft.data.FederatedData, scale: float, rounds: int, own_kernel
     return models[0]
 
 
+def averaged(x: Sequence[Tensor], y: Sequence[Tensor], rounds: int) -> ConvolvedGP:
+    """The first cell's model after so many rounds of the source's Algorithm 2."""
+    module = fm.published(torch.linspace(0, 1, 50, dtype=fm.DTYPE), 2, fm.pooled_scale(y))
+    return fm.unit_model(fm.averaged(fm.federated(x, y), module, rounds), 0)
+
+
 def draw(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
@@ -179,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Score five test cells at three fractions, print them beside the published table and draw one."""
     parser = common.arguments(__doc__)
     parser.add_argument("--every", type=int, default=1, help="take only every so many cycles")
+    parser.add_argument("--average", type=int, default=0, metavar="ROUNDS", help="of the source's Algorithm 2")
     options = parser.parse_args(argv)
     x, y = ([v[:: options.every] for v in part] for part in cells())
     rounds, count, fractions = (8, 1, FRACTIONS[:1]) if options.smoke else (60, 5, FRACTIONS)
@@ -195,7 +206,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             inputs, outputs, at, lost = observed(x, y, cell, fraction)
             units = trained(inputs, outputs, rounds)
             drawn.append((inputs, outputs, at, lost, units))
-            for name, found in predictions(inputs, outputs, at, units).items():
+            predicted = predictions(inputs, outputs, at, units)
+            if options.average:
+                predicted["FedMGP-avg"] = fm.predict(averaged(inputs, outputs, options.average), at)
+            for name, found in predicted.items():
                 errors.setdefault((name, number), []).append(float((found.mean - lost).square().mean()))
                 if found.sd is not None:
                     inside.setdefault(name, []).append(fm.cover(found, lost, LEVEL))
@@ -204,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns += ["95 % intervals cover", "their width"]
     lines: list[list[str]] = []
     for name, figures in PUBLISHED.items():
+        if (name, 0) not in errors:
+            continue
         line = [name]
         for number, fraction in enumerate(fractions):
             published = common.published(figures[number]) if figures else None

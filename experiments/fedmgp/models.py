@@ -128,11 +128,32 @@ def model(
     )
 
 
-def published(inducing: Tensor, units: int | None = None) -> ConvolvedGP:
-    """The model as the source averages it: latent processes of unit variance, which units' weights make up for."""
-    found = model(inducing, units=units)
+def published(
+    inducing: Tensor, latents: int = 1, scale: float | None = None, lengthscale: float | None = None
+) -> ConvolvedGP:
+    """The model as the source averages it: latent processes of unit variance, which units' weights make up for.
+
+    Averages hardly move a lengthscale away from where it begins, for q(g) holds it: it may begin elsewhere than at a
+    tenth of the range.
+    """
+    found = model(inducing, latents, scale=scale)
     found.kernel.raw_variance.requires_grad_(False)
+    if lengthscale is not None:
+        raw = found.kernel.raw_lengthscale
+        wanted = found.kernel.raw_lengthscale_constraint.inverse_transform(torch.full_like(raw, lengthscale))
+        found.kernel.initialize(raw_lengthscale=wanted)
     return found
+
+
+def spacing(inducing: Tensor) -> float:
+    """The mean distance of neighbouring inducing inputs, where averages begin with the lengthscale."""
+    return float((inducing.max() - inducing.min()) / (len(inducing) - 1))
+
+
+def averaged(data: ft.data.FederatedData, module: ConvolvedGP, rounds: int, batch_size: int | None = None) -> ft.Run:
+    """The source's Algorithm 2: rounds of twenty Adam steps of rate 0.01 each, whose changes are averaged."""
+    algorithm = ft.fedmgp_average(module, units=len(data), steps=20, lr=0.01, batch_size=batch_size)
+    return ft.run(algorithm, ft.InProcess(data), rounds=rounds)
 
 
 def pooled_scale(y: Sequence[Tensor]) -> float:

@@ -4,7 +4,10 @@ Every unit has N_m points on [−1, 1]; a model is scored on 200 new points of e
 against their noisy outputs, averaged over units; the noise alone is 0.0100. Units with 1000 points take their
 hyperparameter steps on 100 rows of them; what they say of the latent process comes from all rows. `--seeds` repeats the
 four published sizes, `--published` leaves the 10 000 units out; they and the time and memory of each size come from the
-first seed, and `--size` takes one size alone.
+first seed, and `--size` takes one size alone. `ft.fedmgp` sums units' statistics; what the source's table calls
+FedMGP-avg is its Algorithm 2, `ft.fedmgp_average`: `--average 100` adds it, with twenty steps of rate 0.01 in each of
+so many rounds, from a lengthscale of the inducing inputs' distance. "Arrived" is the share of seeds in which its error
+is at most a tenth above that of the exact sums.
 
 At (20, 10) the published 0.0119 is not reached (`results/fedmgp_scale.md`). A Gaussian process that knows each unit's
 amplitude, width and noise, the best predictor that there is, reaches 0.0112 there ("known parameters", `known`): 0.0119
@@ -35,7 +38,12 @@ PRINTED = {  # the sd of the centralised model at (20, 200) as "0.0"
 PUBLISHED = {size: {name: common.published(text) for name, text in row.items()} for size, row in PRINTED.items()}
 READING = result_pages.Reading(
     smaller="MSE",
+    remark="What is published of FedMGP is its Algorithm 2: here FedMGP-avg; FedMGP sums exactly.",
     reasons=(
+        result_pages.Reason(
+            "FedMGP-avg",
+            "averages have not come down to the exact sums within these rounds, see the share that arrived",
+        ),
         result_pages.Reason(
             r"\(20, 10\): (Fed|Cen)MGP",
             "20 points do not tell a unit's amplitude, width and noise well enough; a process that knows them, the "
@@ -49,6 +57,7 @@ READING = result_pages.Reading(
     ),
 )
 METHODS = ("FedMGP", "IndGP", "CenMGP")
+ARRIVED = 1.1  # times the error of the exact sums
 MANY = (50, 10_000)
 MOST_ALONE = 20  # units that are fitted alone with 1000 points each
 
@@ -70,7 +79,9 @@ def federated(x: torch.Tensor, y: torch.Tensor, inducing: torch.Tensor, rounds: 
     return ft.run(algorithm, ft.InProcess(data), rounds=rounds)
 
 
-def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, float], tuple[float, float]]:
+def one_size(
+    size: tuple[int, int], seed: int, rounds: int, average: int = 0
+) -> tuple[dict[str, float], tuple[float, float]]:
     """(MSE by method, seconds of the federated fit by the clock and of the processors)."""
     points, units = size
     inducing = fm.inducing()
@@ -83,6 +94,14 @@ def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, f
     found = {"FedMGP": float((mean - y_new).square().mean())}
     if size == MANY:
         return found, seconds
+    if average:
+        data = ft.data.FederatedData((x.reshape(-1, 1), y.flatten()), torch.full((units,), points))
+        run = fm.averaged(
+            data, fm.published(inducing, lengthscale=fm.spacing(inducing)), average, 100 if points >= 1000 else None
+        )
+        assert run.algorithm.predict is not None
+        averages = run.algorithm.predict(run.tensors(), x_new[..., None])
+        found["FedMGP-avg"] = float((averages - y_new).square().mean())
     some = range(units if points < 1000 else min(units, MOST_ALONE))
     alone = [(fm.alone(x[k], y[k], x_new[k]).mean - y_new[k]).square().mean() for k in some]
     found["IndGP"] = float(torch.stack(alone).mean())
@@ -143,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--published", action="store_true", help="the four published sizes only")
     parser.add_argument("--size", type=int, nargs=2, metavar=("N_m", "M"), help="points and units of one size alone")
+    parser.add_argument("--average", type=int, default=0, metavar="ROUNDS", help="of the source's Algorithm 2")
     options = parser.parse_args(argv)
     sizes = [*PUBLISHED] if options.published else [*PUBLISHED, MANY]
     if options.size or options.smoke:
@@ -151,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, lines, means = [], [], {}
     for size in sizes:
         repeats = 1 if size == MANY else options.seeds
-        runs = [one_size(size, seed, rounds) for seed in range(repeats)]
+        runs = [one_size(size, seed, rounds, options.average) for seed in range(repeats)]
         peak = common.peak_megabytes()
         setting = f"({size[0]}, {size[1]})"
         rows += [
@@ -161,10 +181,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         published = PUBLISHED.get(size, {})
         found = [
-            common.row(setting, f"{method} MSE", values, published.get(method))
+            common.row(setting, f"{method} MSE", values, published.get(method.removesuffix("-avg")))
             for method, values in common.by_metric([errors for errors, _ in runs]).items()
         ]
         rows += found
+        if options.average and size != MANY:
+            there = [errors["FedMGP-avg"] <= ARRIVED * errors["FedMGP"] for errors, _ in runs]
+            rows.append(common.Row(setting, "FedMGP-avg, share that arrived", sum(there) / repeats))
         means[size] = dict(zip(runs[0][0], (row.ours for row in found)))
         cells = [
             f"{means[size][m]:.4f} ({PRINTED.get(size, {}).get(m, '–')})" if m in means[size] else "–" for m in METHODS

@@ -1,6 +1,6 @@
 """Sparse Bayesian regression over hospitals: a horseshoe around a spike-and-slab, by federated Gibbs sampling.
 
-Three studies. `simulated` copies the paper's setting, whose patients are private: 4 sites with 100 to 150 rows and 11
+Four studies. `simulated` copies the paper's setting, whose patients are private: 4 sites with 100 to 150 rows and 11
 covariates, three effects of 0.5 and noise of standard deviation 1, T = 1000 rounds of L = 100 local sweeps; then again
 with one site whose first effect is −0.5. `heart` is the four-hospital heart disease data with 13 real
 covariates and a binary response. Each prints posterior means and inclusion probabilities as the paper's Table 1 does,
@@ -9,6 +9,10 @@ a coefficient counts as included when its 95 % interval leaves out zero.
 
 `calibration` draws coefficients and scales from the prior, for as many federations as `--federations` says, and counts
 how many 95 % intervals cover the truth, and which share of the discoveries at a rate of 10 % are false.
+
+`noise` infers σ_k jointly (the paper's section 2.2.1: "can be easily extended"): twelve sites, six of 6 rows and six
+of 120, with σ_k² ~ IG(3, 27), whose mean is 13.5. Each σ_k has its own inverse gamma prior, with b_σ = 1, the default,
+or b_σ is the server's variable with a gamma prior, so that sites learn of each other's noise from Σ 1/σ_k².
 
 Published, on private data: Kidd et al. (2023), Table 1: SpO2 0.673 with inclusion probability 0.777, ten others at
 most 0.306. There is nothing to compare them with here: the simulated study reports the rates that it must reach
@@ -35,6 +39,7 @@ from fedtorch.models.gibbs import logistic, sparse
 
 EFFECTS, COVARIATES = 3, 11
 RATE = 0.1  # of false discoveries
+SHAPE = 3.0  # a_σ of the study of noise
 
 
 class Found(NamedTuple):
@@ -197,6 +202,49 @@ def calibration(sizes: Sizes, federations: int) -> list[common.Row]:
     return common.over_seeds("truth from the prior", found)
 
 
+def noisy(seed: int) -> tuple[ft.data.FederatedData, Tensor]:
+    """Twelve sites of few or many rows, and their σ_k."""
+    keys = ft.random.fold_in(ft.random.key(seed), torch.arange(3))
+    counts = torch.tensor([6, 120] * 6)
+    x = ft.random.normal(keys[0], (int(counts.sum()), COVARIATES), torch.float64)
+    sd = (27.0 * ft.random.inverse_gamma(keys[1], SHAPE, (len(counts),), torch.float64)).sqrt()
+    noise = sd.repeat_interleave(counts) * ft.random.normal(keys[2], (len(x),), torch.float64)
+    return ft.data.FederatedData((x, x[:, :EFFECTS].sum(-1) / 2 + noise), counts), sd
+
+
+def noise(sizes: Sizes, seeds: int) -> list[common.Row]:
+    """How well each σ_k is found where its prior is as given, and where sites learn it from each other."""
+    ways = {"b_σ = 1": None, "b_σ with sites' σ_k": (1.0, 1.0)}
+    found: dict[str, list[dict[str, float]]] = {}
+    for seed in range(seeds):
+        data, truth = noisy(seed)
+        few = data.counts < 20
+        for name, prior in ways.items():
+            shared = sparse.hierarchy(noise_prior=prior, noise_shape=SHAPE)
+            local = sparse.regression(noise_shape=SHAPE)
+            algorithm = ft.gibbs(local, shared, sweeps=sizes.sweeps, chains=sizes.chains)
+
+            def watch(round: ft.Round, clients: int = len(data)) -> dict[str, Tensor]:
+                own = round.clients.table.read(slice(0, clients)).variables
+                return {"log sd": -0.5 * own.noise.log().transpose(0, 1), "theta": round.server.variables.theta}
+
+            draws = run(algorithm, data, sizes, seed, watch).sampler.draws()
+            each = draws["log sd"].flatten(0, 1)
+            (low, high), away = interval(each), (each.mean(0) - truth.log()).square()
+            inside = ((low < truth.log()) & (truth.log() < high)).double()
+            target = torch.zeros(COVARIATES, dtype=torch.float64)
+            target[:EFFECTS] = 0.5
+            error = draws["theta"].flatten(0, 1).mean(0) - target
+            of = {"root mean squared error of θ": float(error.square().mean().sqrt())}
+            for size, those in {"6 rows": few, "120 rows": ~few}.items():
+                of[f"root mean squared error of log σ_k, {size}"] = float(away[those].mean().sqrt())
+                of[f"cover of 95 % intervals of σ_k, {size}"] = float(inside[those].mean())
+            found.setdefault(name, []).append(of)
+    rows = [row for name, runs in found.items() for row in common.over_seeds(f"noise, {name}", runs)]
+    common.show_rows("σ_k of twelve sites", rows)
+    return rows
+
+
 def table(title: str, names: Sequence[str], found: dict[str, Found]) -> list[common.Row]:
     """The paper's Table 1: posterior mean and inclusion probability of each covariate."""
     lines, rows = [], []
@@ -247,7 +295,7 @@ def draw(names: Sequence[str], found: dict[str, Found]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """All studies."""
-    studies = ("simulated", "calibration", "heart")
+    studies = ("simulated", "calibration", "heart", "noise")
     parser = common.arguments(__doc__)
     parser.add_argument("--study", choices=[*studies, "all"], default="all", help="default all")
     parser.add_argument("--rounds", type=int, default=1000, metavar="T", help="global steps (default 1000)")
@@ -266,6 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             drawn[setting.replace(" ", "_")] = (simulated(0).features, runs[0])
     if "calibration" in chosen:
         rows += calibration(sizes, 2 if options.smoke else options.federations)
+    if "noise" in chosen:
+        rows += noise(sizes, options.seeds)
     if "heart" in chosen:
         names, found = heart(sizes, 0)
         rows += table("heart disease", names, found)

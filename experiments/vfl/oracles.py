@@ -155,13 +155,15 @@ def nodes(
     key: Tensor,
     optimizer: Callable[..., torch.optim.Optimizer],
     start: vfl.Parameters | None = None,
+    response_shared: bool = False,
 ) -> tuple[vfl.ServerNode, list[vfl.PartyNode]]:
-    """The nodes of a model in one process: each draws its own noise and knows its own data, y the server alone."""
+    """The nodes of a model in one process: each draws its own noise and knows its own data, y the server or all."""
     begin = start or initial(model, guide, len(data.response), 1, key, torch.float64)
     server, *holders = parts(model, guide, begin, key=key)
-    known = data.known_to_parties(response=False)
-    parties = [vfl.PartyNode(part, rows, optimizer=optimizer) for part, rows in zip(holders, known)]
-    return vfl.ServerNode(server, data.known_to_server(), optimizer=optimizer), parties
+    known = data.known_to_parties(response=response_shared)
+    party = partial(vfl.PartyNode, response_shared=response_shared, optimizer=optimizer)
+    whole = partial(vfl.ServerNode, response_shared=response_shared, optimizer=optimizer)
+    return whole(server, data.known_to_server()), [party(part, rows) for part, rows in zip(holders, known)]
 
 
 def delayed(half: Half, seconds: float, sent: list[int]) -> Half:

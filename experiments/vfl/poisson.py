@@ -21,6 +21,8 @@ and 0.116. Bounds say which is the approximation: −10 023 and −11 370 with q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -29,14 +31,18 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import common
+from experiments import common, result_pages
 from experiments.vfl import oracles
 from fedtorch import random, vfl
 from fedtorch.vfl.model import likelihoods
 
 WIDTH, LEVELS, PARTIES, INTERCEPT, SCALE = 2, 5, 2, -2.0, 0.3
 RHOS = (1.0, 2.0)
+READING = result_pages.Reading(
+    remark="A claim is the source's reading of Figure 4: ours is the share of seeds in which it holds, 1 where all.",
+)
 SHOWN = {"μ of the first feature": 1, "β of its first level": 1 + 2 * WIDTH}  # places in (γ, θ_1, θ_2)
+Moments = dict[tuple[float, str], tuple[Tensor, Tensor]]  # means and sds by ρ and way of inference
 
 
 class Size(NamedTuple):
@@ -79,8 +85,11 @@ def variational(
     return fit
 
 
-def densities(size: Size, seed: int) -> tuple[dict[tuple[float, str], tuple[Tensor, Tensor]], list[float]]:
-    """Means and standard deviations of all coordinates, by ρ (0: the true model) and way of inference."""
+def densities(size: Size, seed: int, folder: Path | None = None) -> tuple[Moments, list[float]]:
+    """Means and standard deviations of all coordinates, by ρ (0: the true model) and way of inference.
+
+    From the folder of what is done where there is one.
+    """
     data, truth = problem(size.rows, seed)
     assert data.offset is not None
     fast = data._replace(
@@ -92,25 +101,75 @@ def densities(size: Size, seed: int) -> tuple[dict[tuple[float, str], tuple[Tens
         "amortised": (RHOS, vfl.Guide(vfl.amortised(), sd=0.03)),
         "sums": (RHOS, vfl.Guide(vfl.sums(), joint=True, sd=0.03)),
     }
-    found, starts = {}, {}
-    for way, (rhos, guide) in ways.items():
-        begin = None  # the fit of a larger ρ begins at that of a smaller one
+
+    def fits(way: str) -> Moments:
+        rhos, guide = ways[way]
+        begin, made = None, {}  # the fit of a larger ρ begins at that of a smaller one
         for rho in rhos:
             fit = variational(fast, rho or 1.0, guide, size.steps, seed, begin)
             begin = fit.parameters
             mean, covariance = (part[0].double() for part in fit.moments())
-            found[rho, way] = mean, covariance.diagonal().sqrt()
-            starts[rho] = mean
-    for rho in (0.0, *RHOS):
+            made[rho, way] = mean, covariance.diagonal().sqrt()
+        return made
+
+    def sampled(rho: float, start: Tensor) -> Moments:
         draws = oracles.nuts_posterior(
-            model(rho or 1.0), data, collapsed=rho > 0, adaptive=True, points=16, start=starts[rho],
+            model(rho or 1.0), data, collapsed=rho > 0, adaptive=True, points=16, start=start,
             draws=size.draws, warmup=size.draws // 2, chains=1, seed=seed,
         )  # fmt: skip
-        found[rho, "NUTS"] = draws.flat.mean(0), draws.flat.std(0)
+        return {(rho, "NUTS"): (draws.flat.mean(0), draws.flat.std(0))}
+
+    found: Moments = {}
+    for way in ways:
+        found |= common.kept(folder, f"poisson_{seed}_{way}_{size.steps}".replace(" ", "_"), partial(fits, way))
+    starts = {rho: mean for (rho, _), (mean, _) in found.items()}
+    for rho in (0.0, *RHOS):
+        found |= common.kept(folder, f"poisson_{seed}_NUTS_{rho:g}_{size.draws}", partial(sampled, rho, starts[rho]))
     return found, truth
 
 
-def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[float]) -> Figure:
+def claims(runs: Sequence[tuple[Moments, list[float]]]) -> list[common.Row]:
+    """What the source reads from Figure 4, and in which share of the seeds it holds here."""
+    (_, mu), (_, beta) = SHOWN.items()
+
+    def within(found: Moments, truth: list[float], rho: float, way: str) -> dict[str, bool]:
+        at = lambda of, how, place: (float(found[of, how][0][place]), float(found[of, how][1][place]))
+        if not rho:
+            near = all(
+                abs(at(0.0, way, place)[0] - value) < 2 * at(0.0, way, place)[1]
+                for place, value in zip((mu, beta), truth)
+            )
+            return {"μ and β are within two sds of the truth": near}
+        (mean, sd), (reference, spread) = at(rho, way, mu), at(0.0, "NUTS", mu)
+        wide, of_true = at(rho, way, beta)[1], at(0.0, "NUTS", beta)[1]
+        alike = abs(mean - reference) < spread and 0.5 < sd / spread < 2
+        shape = {"β's posterior is wide, three times the true model's at least": wide > 3 * of_true}
+        if way == "amortised":
+            shape = {
+                "β's sd is nearer to the true model's than NUTS's is": abs(wide - of_true)
+                < abs(at(rho, "NUTS", beta)[1] - of_true)
+            }
+        return {"μ's posterior is comparable to the true model's": alike, **shape}
+
+    made = []
+    for rho, way in (
+        (0.0, "NUTS"),
+        (0.0, "mean field"),
+        *((rho, way) for rho in RHOS for way in ("NUTS", "amortised")),
+    ):
+        held = [within(found, truth, rho, way) for found, truth in runs]
+        for claim in held[0]:
+            share = sum(each[claim] for each in held) / len(held)
+            made.append(common.Row(title(rho, way), f"claim: {claim}", share, None, 1.0, None, len(held)))
+    return made
+
+
+def title(rho: float, way: str) -> str:
+    """The model and the way of inference in words."""
+    return f"{f'augmented, ρ = {rho:g}' if rho else 'true model'}, {way}"
+
+
+def draw(found: Moments, truth: list[float]) -> Figure:
     """What is shown in rows, ρ in columns."""
     figure, grid = plt.subplots(len(SHOWN), len(RHOS), figsize=(10, 7), layout="constrained", sharex="row")
     styles = {"NUTS": "-", "mean field": "--", "full covariance": ":", "amortised": "--", "sums": ":"}
@@ -134,13 +193,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=4000, help="of variational inference (default 4000)")
     parser.add_argument("--draws", type=int, default=400, help="of NUTS (default 400)")
+    parser.add_argument("--kept", type=Path, help="folder of the fits that are done, where the next call goes on")
     options = parser.parse_args(argv)
     size = Size(150, 150, 10) if options.smoke else Size(2000, options.steps, options.draws)
-    rows: list[common.Row] = []
     lines = []
-    runs = [densities(size, seed) for seed in range(options.seeds)]
+    runs = [densities(size, seed, options.kept) for seed in range(options.seeds)]
+    rows = claims(runs)
     for rho, way in sorted(runs[0][0]):
-        setting = f"{f'augmented, ρ = {rho:g}' if rho else 'true model'}, {way}"
+        setting = title(rho, way)
         cells = []
         for i, (name, place) in enumerate(SHOWN.items()):
             means = [float(found[rho, way][0][place]) for found, _ in runs]
