@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda path: Watch(Policy(rounds=3), path.parent),
     ),
     "answers": (
-        "answers.json",
+        "answers.jsonl",
         lambda path: AnswerLog(path.parent).once("mean of age", 10, lambda: [200, 61.5, "ü"]),
         lambda path: AnswerLog(path.parent).once("mean of age", 10, lambda: [200, 61.5, "ü"]),
     ),
@@ -141,7 +141,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
     "sums under masks": ("sums.jsonl", remembered, lambda path: PastSums(path.parent).open()),
 }
 TENSORS = ["run", "rows", "part of a fit", "states of a site", "what a run began with", "history"]
-LOGS = ["ledger", "sums under masks"]  # which grow, and are mended after a kill
+LOGS = ["ledger", "sums under masks", "answers"]  # which grow, and are mended after a kill
 
 
 def written(kind: str, where: Path) -> tuple[Path, Callable[[Path], Any]]:
