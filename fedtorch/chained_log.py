@@ -91,13 +91,12 @@ class ChainedLog:
         files.private_folder(self.path.parent, log=False)  # a ledger may be of a simulation
         self._lock = files.private_lock(f"{self.path}.lock")
         with self._lock:
-            if not self.path.exists():  # whole, or not there: an empty file is a damaged one
+            if not self.path.exists():
                 files.replace(self.path, self._line(first), private=True)
             self._catch_up()
             if self.entries == 0:
-                raise ValueError(
-                    f"Expected {self.path} to begin with an entry of a log, but it is empty; bring back a copy"
-                )
+                self._write(first)
+                self.sync()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -254,6 +253,8 @@ class Facts:
         """
         if self._log is None and self.path is not None:
             try:
+                if self.path.exists() and not next(read(self.path), NONE).content:
+                    raise ValueError(f"{self.path} does not begin with an entry of a log")  # nor is it begun anew
                 self._log = ChainedLog(self.path, self._first, digest, take=self._take, durable=True)
             except ValueError as error:
                 raise self._damaged(error) from error

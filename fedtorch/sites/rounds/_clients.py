@@ -183,7 +183,7 @@ class RemoteClients:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the run's identity at the sites, which of each site's answers was last taken in, and what it brought."""
+        """Return the run's identity at the sites, what each brought, and which of its answers was last taken in."""
         session = self.session
         kept = tuple(session.kept)
         if kept not in session.saved:
