@@ -314,7 +314,7 @@ def named(path: str) -> Callable[..., Any]:
     """
     above, _, name = path.rpartition(".")
     try:
-        owner = importlib.import_module(above)
+        owner: Any = importlib.import_module(above)
     except ModuleNotFoundError:
         owner = named(above)
     return getattr(owner, name)
