@@ -161,8 +161,8 @@ class FederationCLI(LightningCLI):
             of_method = inspect.signature(getattr(L.Trainer, self.command)).parameters
             keys = [*inspect.signature(federation).parameters, "seed_everything", "config", "out", *of_method]
             keys += [f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters]
-            contents = [yaml.safe_load(file.read_text()) for file in _files(args)]
-            message = _explained(str(error), [*keys, *(name for content in contents for name in names(content))])
+            keys += [name for file in _files(args) for name in names(_content(file))]
+            message = _explained(str(error), keys)
             message = f"{message}; `fedtorch {self.command} --help` says what there is"
             raise argparse.ArgumentError(None, message) from error
         if self.command in ("test", "predict") and not self.config[self.command].get("ckpt_path"):
@@ -342,6 +342,11 @@ def _is_call(value: Any, _: type) -> bool:
 
 def _refused(value: Any) -> NoReturn:
     raise ValueError(f"Expected class_path: and init_args: of a function, but got {value!r}")
+
+
+def _content(file: Path) -> Any:
+    with suppress(yaml.YAMLError):  # of which jsonargparse's error speaks
+        return yaml.safe_load(file.read_text())
 
 
 def _files(arguments: Sequence[str]) -> list[Path]:

@@ -213,6 +213,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     ("content", "message"),
     [
         ("- algorithm", "Unexpected config: - algorithm"),
+        ("algorithm: {class_path: fedtorch.fedavg\n", "Problems parsing config"),
         (
             changed("algorithm.class_path", "fedtorch.fedavgg"),
             "'fedtorch' has no attribute 'fedavgg'; did you mean fedavg?",
