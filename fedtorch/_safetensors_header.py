@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -80,17 +80,14 @@ class Fields(NamedTuple):
 
     order: tuple[Field, ...]
     text: str  # the JSON of the header without braces
-    rest: str  # the header after its metadata, where it has some
-    places: Mapping[str, slice]  # of each in the data
     nbytes: int
 
 
 class Opened(NamedTuple):
-    """A payload whose header has been read once: JSON with metadata in front, and then what `make_header` may write."""
+    """A payload whose header has been read: JSON, of which nothing is checked yet but its metadata."""
 
-    text: str  # of the header
-    rest: str  # what follows the metadata in it, without the padding
-    data: memoryview  # the numbers
+    header: dict[str, JSON]
+    available: int  # bytes after it
 
 
 def fields_of(leaves: Layout) -> Fields:
@@ -109,8 +106,7 @@ def _fields_of(leaves: Layout) -> Fields:
         header[field.name] = {"dtype": code, "shape": shape, "data_offsets": place}
         start += field.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=_COMPACT)[1:-1]
-    places = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
-    return Fields(order, text, f",{text}}}" if text else "}", places, start)
+    return Fields(order, text, start)
 
 
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
@@ -130,13 +126,19 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
 
 def make_header(fields: Fields, text: str | None = None) -> bytes:
     """Return the count and the header, padded with spaces to a multiple of eight bytes."""
-    return _padded(f"{{{fields.text}}}" if text is None else f'{_METADATA}{{"fedtorch":{_QUOTED(text)}}}{fields.rest}')
+    return _padded(
+        f"{{{fields.text}}}" if text is None else f'{_METADATA}{{"fedtorch":{_QUOTED(text)}}}{_rest(fields)}'
+    )
 
 
 def make_file_header(fields: Fields, text: str | None, digits: str) -> bytes:
     """Return the header of a file, with the digits of a SHA-256 at `DIGEST_AT`, padded as that of a payload."""
     about = "" if text is None else f',"fedtorch":{_QUOTED(text)}'
-    return _padded(f'{_DIGEST}{digits}"{about}}}{fields.rest}')
+    return _padded(f'{_DIGEST}{digits}"{about}}}{_rest(fields)}')
+
+
+def _rest(fields: Fields) -> str:
+    return f",{fields.text}}}" if fields.text else "}"
 
 
 def has_digest(start: bytes) -> bool:
@@ -154,18 +156,24 @@ def _padded(text: str) -> bytes:
     return len(encoded).to_bytes(LENGTH, "little") + encoded
 
 
-def split_payload(payload: bytes, limit: int, refuse: Refuse) -> tuple[str, memoryview]:
-    """Return the text of the header, and the numbers after it."""
+def open_header(payload: bytes, limit: int, refuse: Refuse) -> Opened:
+    """Return a payload with its header read, which may have `limit` bytes."""
     length = int.from_bytes(payload[:LENGTH], "little")
     longest = min(limit, len(payload) - LENGTH)
     if length > longest:
         raise refuse(f"a header of at most {longest} bytes", f"a header length of {length}")
-    stop = LENGTH + length
+    header = read_header(payload[LENGTH : LENGTH + length], refuse)
+    texts(header, refuse)
+    return Opened(header, len(payload) - LENGTH - length)
+
+
+def read_header(coded: bytes, refuse: Refuse) -> dict[str, JSON]:
+    """Return the JSON of a header; names that come twice, depth and what is no JSON are refused."""
     try:
-        text = payload[LENGTH:stop].decode("utf-8")
+        text = coded.decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse("a header in UTF-8", f"{error.reason} at byte {error.start}") from None
-    return text, memoryview(payload)[stop:]
+    return loads(text, "header", refuse)
 
 
 def _distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -197,43 +205,6 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
     return value
 
 
-def open_header(text: str, data: memoryview) -> tuple[dict[str, str], Opened] | None:
-    """Return (the texts of the metadata, the payload opened) of a header that begins with them; None of any other."""
-    about, stop = _metadata(text)
-    rest = text[stop:].rstrip(" ")
-    return None if about is None or not _follows(rest) else (about, Opened(text, rest, data))
-
-
-def _metadata(text: str) -> tuple[dict[str, str] | None, int]:
-    """Return (the texts with which a header begins, where they end); None where it begins otherwise."""
-    try:
-        about, stop = _DECODER.raw_decode(text, len(_METADATA)) if text.startswith(_METADATA) else (None, 0)
-    except (ValueError, RecursionError):
-        return None, 0
-    return about if isinstance(about, dict) and all(isinstance(each, str) for each in about.values()) else None, stop
-
-
-def _follows(rest: str) -> bool:
-    """Return whether a header is JSON with this after its metadata; what has come before is not parsed again."""
-    return _follows_metadata(rest) if len(rest) <= _CACHED else _follows_metadata.__wrapped__(rest)
-
-
-@lru_cache(maxsize=32)
-def _follows_metadata(rest: str) -> bool:
-    try:
-        return isinstance(_DECODER.decode(f"{_METADATA}0{rest}"), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def is_written_for(text: str, fields: Fields) -> bool:
-    """Return whether a header is to the letter what `make_header` writes for the fields, whatever its metadata."""
-    if not text.startswith(_METADATA):
-        return text.rstrip(" ") == f"{{{fields.text}}}"
-    about, stop = _metadata(text)
-    return about is not None and text[stop:].rstrip(" ") == fields.rest
-
-
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
     """Return the `__metadata__` of the format: texts by name."""
     metadata = header.get("__metadata__", {})
@@ -242,23 +213,21 @@ def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
     return metadata
 
 
-def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, refuse: Refuse) -> dict[str, slice]:
-    """Return the place of each field in the data, once names, dtypes, shapes and offsets are the expected ones."""
-    texts(header, refuse)
-    got = header.keys() - {"__metadata__"}
+def check_header(opened: Opened, fields: Sequence[Field], refuse: Refuse) -> None:
+    """Refuse a payload unless the names, dtypes, shapes and offsets in its header are the expected ones."""
+    got = opened.header.keys() - {"__metadata__"}
     wanted = {field.name for field in fields}
     if got != wanted:
         differences = f"missing {_names(wanted - got)} and extra {_names(got - wanted)}"
         raise refuse("the fields of the tree", differences)
-    places = {field.name: _place(header[field.name], field, refuse) for field in fields}
+    places = {field.name: _place(opened.header[field.name], field, refuse) for field in fields}
     stop = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
         if place.start != stop:
             raise refuse(f"no gap or overlap before it, a start at {stop}", _short(place.start), name)
         stop = place.stop
-    if stop != available:
-        raise refuse(f"{stop} bytes of numbers after the header", available)
-    return places
+    if stop != opened.available:
+        raise refuse(f"{stop} bytes of numbers after the header", opened.available)
 
 
 def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:

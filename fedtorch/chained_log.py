@@ -16,7 +16,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
+_PART = 2**14  # letters of a fact in a line, which become two bytes each at most
 REPAIRED = "repaired"  # the event of an entry that says what was removed
 CONTEXT = b"fedtorch log entry 1\n"  # signed with every entry, so that its signature fits nothing else
 _RESERVED = {"entry", "time", "previous", "signature"}
@@ -91,7 +92,7 @@ class ChainedLog:
         self._lock = files.private_lock(f"{self.path}.lock")
         with self._lock:
             if not self.path.exists():
-                self.path.touch(0o600)
+                files.replace(self.path, self._line(first), private=True)
             self._catch_up()
             if self.entries == 0:
                 self._write(first)
@@ -128,18 +129,22 @@ class ChainedLog:
         """Return the SHA-256 of an entry, "" where there is none."""
         return next((entry.digest for entry in read(self.path) if entry.number == number), "")
 
-    def _write(self, body: Mapping[str, Any]) -> None:
+    def _line(self, body: Mapping[str, Any]) -> bytes:
+        """Return the next entry as it is written."""
         if _RESERVED & body.keys():
             raise ValueError(
                 f"Expected no field {sorted(_RESERVED & body.keys())} in an entry, for all entries have it"
             )
-        time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        content = {**body, "entry": self.entries + 1, "time": time, "previous": self.head}
+        content = {**body, "entry": self.entries + 1, "time": _now(), "previous": self.head}
         if self._sign is not None:
             content["signature"] = self._sign(CONTEXT + canonical(content))
         line = canonical(content) + b"\n"
         if len(line) > LONGEST:
             raise ValueError(f"Expected an entry of at most {LONGEST} bytes, but got one of {len(line)}")
+        return line
+
+    def _write(self, body: Mapping[str, Any]) -> None:
+        line = self._line(body)
         files.append(self.path, line, durable=self._durable)
         self._size += len(line)
         self._follow(_entry(self.entries + 1, line))
@@ -187,7 +192,7 @@ class ChainedLog:
                 if (entry.number, entry.content["previous"]) != (self.entries + 1, self.head):
                     raise ValueError("it does not follow the line before")
                 self._take(entry)
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"Line {entry.line} of {self.path} cannot be used: {error}") from error
         self.entries, self.head = entry.number, entry.digest
 
@@ -206,6 +211,90 @@ class ChainedLog:
         )
         if self.entries:
             self._write({"event": REPAIRED, "removed_bytes": len(rest), "removed_sha256": digest(rest)})
+
+
+class Facts:
+    """What a log of one kind says, known in this process; a fact is on the disk before it is known.
+
+    Every entry has its own digest, so that the last one is checked as well. A fact that is longer than a line is in
+    several, and known with the last of them.
+
+    Args:
+        path: of the log, which is begun where there is none; None keeps facts as long as this object.
+        kind: what the first entry of the log says.
+        know: takes in a fact and its `time`, in UTC, whoever wrote it.
+        damaged: makes the error to raise of that of a log which is damaged or lost.
+
+    Example:
+        >>> ages = []
+        >>> facts = Facts(None, "ages", lambda fact: ages.append(fact["age"]))
+        >>> with facts.alone():
+        ...     facts.add({"age": 40})
+        >>> ages
+        [40]
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        kind: str,
+        know: Callable[[dict[str, Any]], object],
+        damaged: Callable[[ValueError], Exception] = lambda error: error,
+    ) -> None:
+        self.path, self._first, self._know, self._damaged = path, {"event": kind}, know, damaged
+        self._log: ChainedLog | None = None
+        self._part = ""  # of a fact in several entries
+
+    def open(self) -> None:
+        """Read the log, once.
+
+        Raises:
+            ValueError: it is damaged, or what `damaged` makes of that.
+        """
+        if self._log is None and self.path is not None:
+            try:
+                if self.path.exists() and not next(read(self.path), NONE).content:
+                    raise ValueError(f"{self.path} does not begin with an entry of a log")  # nor is it begun anew
+                self._log = ChainedLog(self.path, self._first, digest, take=self._take, durable=True)
+            except ValueError as error:
+                raise self._damaged(error) from error
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from adding facts, from what is known now to what is added inside; raises as `open`."""
+        self.open()
+        with ExitStack() as stack:
+            if self._log is not None:
+                try:
+                    stack.enter_context(self._log.exclusive())
+                except ValueError as error:
+                    raise self._damaged(error) from error
+            yield
+
+    def add(self, fact: Mapping[str, Any]) -> None:
+        """Write a fact, and then know it."""
+        text = canonical(fact).decode()
+        if self._log is None:
+            self._know({**fact, "time": _now()})
+        elif len(text) <= _PART:
+            self._log.append(fact)
+        else:
+            for start in range(0, len(text), _PART):
+                self._log.append({"part": text[start : start + _PART], "first": start, "of": len(text)})
+
+    def _take(self, entry: Entry) -> None:
+        """Take in an entry of the file."""
+        content = entry.content
+        if entry.signature != digest(CONTEXT + entry.signed):
+            raise ValueError("it was changed")
+        if entry.number == 1 and content.get("event") != self._first["event"]:
+            raise ValueError("it begins otherwise")
+        if "part" in content:
+            self._part = self._part[: content["first"]] + content["part"]  # a kill may have left a part of another
+            if len(self._part) == content["of"]:
+                self._know({**json.loads(self._part), "time": content["time"]})
+        elif "event" not in content:
+            self._know(content)
 
 
 def chained(bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -294,6 +383,10 @@ def _entry(number: int, line: bytes, texts: Sequence[str] = ("time", "previous")
     except (ValueError, KeyError, TypeError, RecursionError):
         return Entry(number, {}, b"", "", hashed)
     return Entry(number, content, canonical(content), signature, hashed)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def canonical(content: Any) -> bytes:

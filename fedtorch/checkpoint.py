@@ -42,12 +42,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedtorch import _files as files, functional, wire
-from fedtorch._safetensors_header import DIGEST_AT, fields_of, has_digest, make_file_header
+from fedtorch._safetensors_header import DIGEST_AT, LENGTH, fields_of, has_digest, make_file_header, read_header
 
 ANYWAY = (
     "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
     "`fedtorch fit --anyway true`"
 )
+_LONGEST_HEADER = 10**8  # bytes, as of the library
 _DEEPEST = 4  # functions within functions that a description follows
 _LONGEST = 240  # characters of a description that are kept as they are
 _PAIRS = "complex128"  # the name in the metadata of tensors that are pairs of real numbers
@@ -135,8 +136,12 @@ def opened(path: Path | str, *, foreign: bool = False) -> Iterator[TensorFile]:
                 f"Expected a safetensors file in {path} as it was written, but its content does not fit the SHA-256 in "
                 "its header: it is damaged; take another copy or an earlier file, or begin anew"
             )
+        binary.seek(0)
+        length = int.from_bytes(binary.read(LENGTH), "little")
+        header = binary.read(min(length, _LONGEST_HEADER))
     if not checked and not foreign:
         raise _without_digest(path)
+    read_header(header, functools.partial(_damaged, path))
     try:
         with safe_open(str(path), "pt") as file:
             known = file.metadata() or {}
@@ -144,7 +149,13 @@ def opened(path: Path | str, *, foreign: bool = False) -> Iterator[TensorFile]:
                 raise _without_digest(path)
             yield TensorFile(file, json.loads(known.get("fedtorch", "{}")), checked)
     except SafetensorError as error:
-        raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+        raise _damaged(path, "a file that safetensors reads", error) from None
+
+
+def _damaged(path: Path | str, expected: str, got: object) -> ValueError:
+    return ValueError(
+        f"Expected a safetensors file in {path}, but got a damaged or another one: expected {expected}, but got {got}"
+    )
 
 
 def _without_digest(path: Path | str) -> ValueError:

@@ -8,8 +8,8 @@ shapes and dtypes before it allocates anything, and refuses the rest, naming cli
 safetensors has no complex128. A leaf of that dtype is written as pairs of real and imaginary parts, F64 `(..., 2)`; the
 expected tree says that the pairs are complex numbers.
 
-The header is written and read here, so that a tree's bytes do not depend on a library's version, that `size`
-knows them without making them, and that what was checked is what is read. Any safetensors library reads them.
+The header is written here, so that a tree's bytes do not depend on a library's version and `size` knows them without
+making them. Any safetensors library reads them; what arrives is read by the library once its header is checked.
 
 >>> import torch
 >>> from fedtorch import wire
@@ -33,7 +33,9 @@ import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedtorch._safetensors_header import (
@@ -45,11 +47,9 @@ from fedtorch._safetensors_header import (
     Refuse,
     check_header,
     fields_of,
-    is_written_for,
     loads,
     make_header,
     open_header,
-    split_payload,
     texts,
 )
 from fedtorch.tree import Layout, Tree, flatten, layout, unflatten
@@ -135,7 +135,6 @@ def decode(
     refuse = partial(_refused, client, round)
     known = isinstance(like, Template)
     fields, build = (like.fields, like.build) if known else (fields_of(layout(like)), partial(unflatten, like=like))
-    places = fields.places
     if isinstance(payload, bytes) and not payload and not fields.order:
         return build({})
     _check_bytes(payload, limit, refuse)
@@ -143,13 +142,13 @@ def decode(
     if length > longest:
         longest += 2 * len(make_header(fields))
     if opened is None or length > longest:
-        text, data = split_payload(payload, longest, refuse)
-        written = is_written_for(text, fields)
-    else:
-        text, data, written = opened.text, opened.data, opened.rest == fields.rest
-    if len(data) != fields.nbytes or not written:
-        places = check_header(loads(text, "header", refuse), fields.order, len(data), refuse)
-    return build({field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields.order})
+        opened = open_header(payload, longest, refuse)
+    check_header(opened, fields.order, refuse)
+    try:
+        flat = safetensors.torch.load(payload)
+    except SafetensorError as error:
+        raise refuse("a payload of safetensors", error) from None
+    return build({field.name: _checked(flat[field.name], field, finite, refuse) for field in fields.order})
 
 
 def metadata(
@@ -185,9 +184,8 @@ def open_payload(
     if isinstance(payload, bytes) and not payload:
         return {}, None
     _check_bytes(payload, len(payload), refuse)
-    header, data = split_payload(payload, limit, refuse)
-    about, opened = open_header(header, data) or (texts(loads(header, "header", refuse), refuse), None)
-    text = about.get("fedtorch")
+    opened = open_header(payload, limit, refuse)
+    text = texts(opened.header, refuse).get("fedtorch")
     return {} if text is None else loads(text, "metadata", refuse), opened
 
 
@@ -290,16 +288,12 @@ def as_bytes(leaf: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) -> Tensor:
-    """Return a tensor with memory of its own, writable."""
-    if not data:
-        return torch.empty(field.shape, dtype=field.dtype)
-    raw = bytearray(data)
-    if field.dtype == torch.bool and (others := raw.translate(None, b"\0\1")):
-        raise refuse("booleans stored as 0 and 1", f"the byte {max(others)}", field.name)
-    leaf = torch.frombuffer(raw, dtype=field.dtype)
-    if len(field.shape) != 1:
-        leaf = leaf.view(field.shape)
+def _checked(leaf: Tensor, field: Field, finite: bool, refuse: Refuse) -> Tensor:
+    """Return a tensor of a payload as its field has it, once its numbers are looked at."""
+    if field.dtype == torch.complex128:
+        leaf = torch.view_as_complex(leaf)
+    if field.dtype == torch.bool and leaf.numel() and (most := int(leaf.view(torch.uint8).max())) > 1:
+        raise refuse("booleans stored as 0 and 1", f"the byte {most}", field.name)
     if finite and (field.dtype.is_floating_point or field.dtype.is_complex):
         values = leaf.float() if field.dtype.itemsize == 1 else leaf  # torch has no isfinite for float8
         if not (is_finite := values.isfinite()).all():

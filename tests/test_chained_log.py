@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedtorch import chained_log as log
-from fedtorch.chained_log import ChainedLog, Entry
+from fedtorch.chained_log import ChainedLog, Entry, Facts
 
 
 def sign(content: bytes) -> str:
@@ -172,3 +173,60 @@ def test_chained_contents_show_a_change() -> None:
         "line 2 is no entry of a log: it was changed",
         "line 3 is no entry of a log: it was changed",
     ]
+
+
+def known(path: Path | None) -> tuple[Facts, list[dict[str, Any]]]:
+    seen = list[dict[str, Any]]()
+    return Facts(
+        path, "numbers", lambda fact: seen.append({name: fact[name] for name in fact.keys() & {"number"}})
+    ), seen
+
+
+def test_facts_are_known_to_all_who_have_the_log(tmp_path: Path) -> None:
+    (one, first), (other, second), (alone, third) = (
+        known(path) for path in (tmp_path / "facts", tmp_path / "facts", None)
+    )
+    long = "ü" * log.LONGEST
+    for facts, number in ((one, 1), (other, long), (one, 3), (alone, 4)):
+        with facts.alone():
+            facts.add({"number": number})
+    with other.alone():
+        assert first == second == [{"number": 1}, {"number": long}, {"number": 3}]
+    assert third == [{"number": 4}]
+
+
+def test_a_fact_that_was_cut_off_is_not_known_and_hides_no_later_one(tmp_path: Path) -> None:
+    (facts, seen), long = known(tmp_path / "facts"), "x" * log.LONGEST
+    for number in (1, long):
+        with facts.alone():
+            facts.add({"number": number})
+    lines = (tmp_path / "facts").read_bytes().splitlines(keepends=True)
+    for kept in (2, 3, len(lines) - 1):
+        (tmp_path / "facts").write_bytes(b"".join(lines[:kept]) + lines[kept][:-9])
+        again, seen = known(tmp_path / "facts")
+        for number in (2, 2 * long):
+            with again.alone():
+                again.add({"number": number})
+        assert seen == [{"number": 1}, {"number": 2}, {"number": 2 * long}]
+        assert known_again(tmp_path / "facts") == seen
+
+
+def known_again(path: Path) -> list[dict[str, Any]]:
+    facts, seen = known(path)
+    facts.open()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: b"", lambda whole: whole.replace(b":3", b":4"), lambda whole: b"{}\n"]
+)
+def test_damaged_facts_are_refused(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "facts"
+    facts, _ = known(path)
+    with facts.alone():
+        facts.add({"number": 3})  # in the last entry, whose digest no other has
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="facts"), known(path)[0].alone():
+        pass
+    with pytest.raises(ValueError, match="begins otherwise"):
+        Facts(ChainedLog(tmp_path / "other", {"event": "other"}, log.digest).path, "numbers", print).open()

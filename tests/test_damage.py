@@ -33,9 +33,9 @@ from fedtorch.sites.enrolment import invite
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.roster import Roster
 from fedtorch.sites.rounds import past_sums
-from fedtorch.sites.rounds.continuing.began import check_begun
 from fedtorch.sites.rounds.past_sums import PastSums
 from fedtorch.sites.rounds.policy import Refusal, Watch
+from fedtorch.sites.rounds.session import check_begun
 from fedtorch.sites.rounds.site import deliver
 from fedtorch.sites.secure.masked import masked
 from fedtorch.trust import secure
@@ -104,8 +104,8 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
     ),
     "what a run began with": (
         "began.safetensors",
-        lambda path: check_begun(path.parent, "fedavg", DATA, anyway=False),
-        lambda path: check_begun(path.parent, "fedavg", DATA, anyway=False),
+        lambda path: check_begun(Versions(path.parent), "fedavg", DATA, anyway=False),
+        lambda path: check_begun(Versions(path.parent), "fedavg", DATA, anyway=False),
     ),
     "history": (
         "history.safetensors",
@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
         lambda path: Watch(Policy(rounds=3), path.parent),
     ),
     "answers": (
-        "answers.json",
+        "answers.jsonl",
         lambda path: AnswerLog(path.parent).once("mean of age", 10, lambda: [200, 61.5, "ü"]),
         lambda path: AnswerLog(path.parent).once("mean of age", 10, lambda: [200, 61.5, "ü"]),
     ),
@@ -141,7 +141,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
     "sums under masks": ("sums.jsonl", remembered, lambda path: PastSums(path.parent).open()),
 }
 TENSORS = ["run", "rows", "part of a fit", "states of a site", "what a run began with", "history"]
-LOGS = ["ledger", "sums under masks"]  # which grow, and are mended after a kill
+LOGS = ["ledger", "sums under masks", "answers"]  # which grow, and are mended after a kill
 
 
 def written(kind: str, where: Path) -> tuple[Path, Callable[[Path], Any]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import functools
+import importlib
 import inspect
 import operator
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -19,8 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from torch import Tensor
 
 from fedtorch import _files as files
-from fedtorch.cli._building import built
-from fedtorch.cli._names import check, check_keys, check_options
+from fedtorch.cli._misspelt import did_you_mean
 from fedtorch.cli._predictions import write_predictions
 from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
@@ -113,35 +117,6 @@ def federation(
     )
 
 
-KEYS = [name for name in inspect.signature(federation).parameters if name != "seed"] + ["trainer", "seed_everything"]
-
-
-def check_file(file: Path) -> dict[str, Any]:
-    """Refuse keys that are none, and what the names in a configuration file do not stand for; return its content.
-
-    Raises:
-        ValueError: the message says what there is.
-    """
-    content = yaml.safe_load(file.read_text())
-    check_keys(content, [*KEYS, "ckpt_path", "verbose", "out"], file)
-    given = content.get("population")
-    if isinstance(given, dict) and "class_path" not in given:  # the arguments of the default
-        content["population"] = {"class_path": "fedtorch.InProcess", "init_args": given.get("init_args", given)}
-    check(content)
-    return content
-
-
-def merged(one: Any, other: Any) -> Any:
-    """Return a content with that of a later file over it.
-
-    >>> merged({"cohort": 3, "trainer": {"max_epochs": 1}}, {"trainer": {"logger": False}})
-    {'cohort': 3, 'trainer': {'max_epochs': 1, 'logger': False}}
-    """
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return other
-    return {**one, **{key: merged(one.get(key), value) for key, value in other.items()}}
-
-
 class FederationCLI(LightningCLI):
     """Lightning's command line for a `federation`, whose arguments are keys at the top of the file.
 
@@ -153,7 +128,9 @@ class FederationCLI(LightningCLI):
     def __init__(self, command: str, arguments: Sequence[str]) -> None:
         _allow_functions()
         self.command = command
+        strict = {"exit_on_error": False, "allow_abbrev": False}
         super().__init__(
+            parser_kwargs={**strict, command: strict},
             save_config_callback=_Saved,
             seed_everything_default=0,
             trainer_defaults={"enable_model_summary": False},
@@ -177,18 +154,17 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, after a look at the names in the files and those of the options."""
-        content = {**dict.fromkeys(KEYS), "population": {"class_path": "fedtorch.InProcess"}}
-        for file in _files(args):
-            content = merged(content, check_file(file))
-        extra = ["out"] if self.command == "predict" else []
-        hidden = self.subcommands()[self.command]
-        of_method = inspect.signature(getattr(L.Trainer, self.command)).parameters.keys() - hidden - {"self"}
+        """Parse, and say in a line what is wrong, where jsonargparse begins with all options."""
         try:
-            check_options(args[1:], content, ["config", "print_config", *extra, *of_method])
-        except ValueError as error:
-            parser.error(str(error))
-        self.config = parser.parse_args(args)
+            self.config = parser.parse_args(args)
+        except argparse.ArgumentError as error:
+            of_method = inspect.signature(getattr(L.Trainer, self.command)).parameters
+            keys = [*inspect.signature(federation).parameters, "seed_everything", "config", "out", *of_method]
+            keys += [f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters]
+            keys += [name for file in _files(args) for name in names(_content(file))]
+            message = _explained(str(error), keys)
+            message = f"{message}; `fedtorch {self.command} --help` says what there is"
+            raise argparse.ArgumentError(None, message) from error
         if self.command in ("test", "predict") and not self.config[self.command].get("ckpt_path"):
             raise ValueError(f"Expected --ckpt_path FILE, which `fedtorch fit` has saved, but {self.command} got none")
 
@@ -219,13 +195,71 @@ class FederationCLI(LightningCLI):
 
 
 class _Parser(LightningArgumentParser):
-    """Says what is wrong in a line or two, where its own answer to a wrong call begins with all options."""
+    """Asks what a misspelt argument of a function was meant to be: the parser of its arguments knows."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if "does not correspond to a subclass" in message:
-            message += "; a function of your own has to say what it returns, such as -> FederatedData or -> Tensor"
-        sys.stderr.write(f"fedtorch: {message}; `fedtorch fit --help` says what there is\n")
-        raise SystemExit(2) from ex
+        """Raise an ArgumentError, for nothing is parsed outside of `FederationCLI`."""
+        wrong, known = _UNKNOWN.search(message), [each.dest for each in self._actions if not each.dest.endswith("help")]
+        if wrong and not wrong["hint"]:
+            message += did_you_mean(wrong["name"], known) or f"; there is {', '.join(known)}"
+        super().error(message, ex)
+
+
+_UNKNOWN = re.compile(  # what jsonargparse says of a name that is none, with the hint of a `_Parser` behind it
+    r"(?:Option|Subcommand '\S+' does not accept option|Group '(?P<group>\S+)' does not accept option|"
+    r"unrecognized arguments:) '?(?:--)?(?P<name>[^\s'=+]+)[^\s;]*"
+    r"(?: is not accepted)?(?P<hint>; did you mean (?P<meant>\S+)\?|; there is [\w, ]+)?"
+)
+_BESIDE = re.compile(r"Not a valid subclass of \w+\. Got value: \{.*?'class_path': '([^']+)'")
+_ELSEWHERE = {"rounds": "trainer.max_epochs", "seed": "seed_everything"}  # of `ft.run`
+
+
+def _explained(message: str, known: Sequence[str]) -> str:
+    r"""Return an error of jsonargparse with what a misspelt name was meant to be, at its full path.
+
+    >>> _explained("Parser key \"algorithm\":\n  Option 'muu' is not accepted; did you mean mu?", [])
+    "Expected a key or an option, but got 'algorithm.muu'; did you mean algorithm.mu?"
+    >>> _explained("unrecognized arguments: --cohorts=3", ["cohort", "data"])
+    "Expected a key or an option, but got 'cohorts'; did you mean cohort?"
+    """
+    path = ".".join(re.findall(r'Parser key "([^"]+)"', message))
+    if wrong := _UNKNOWN.search(message):
+        name = ".".join(filter(None, [path, wrong["group"], wrong["name"]]))
+        if path and wrong["meant"]:
+            hint = f"; did you mean {path}.{wrong['meant']}?"
+        elif path:
+            hint = wrong["hint"] or ""
+        else:
+            like = difflib.get_close_matches(name, _ELSEWHERE, n=1, cutoff=0.8)
+            hint = f"; did you mean {_ELSEWHERE[like[0]]}?" if like else did_you_mean(name, known)
+        return f"Expected a key or an option, but got {name!r}{hint}"
+    if wrong := _BESIDE.search(message):
+        return (
+            f"Expected class_path and init_args in {path}, but got more; the arguments of {wrong[1]} stand in init_args"
+        )
+    if wrong := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
+        return message + did_you_mean(wrong[2], dir(sys.modules[wrong[1]]))
+    if "does not correspond to a subclass" in message:
+        message += "; a function of your own has to say what it returns, such as -> FederatedData or -> Tensor"
+    return message
+
+
+def names(content: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted names of the arguments of all that a configuration names, as options have them.
+
+    >>> list(names({"module": {"class_path": "torch.nn.ReLU"}}))
+    ['module.inplace']
+    """
+    if isinstance(content, list) and content:
+        content = content[-1]
+    if not isinstance(content, dict):
+        return
+    if "class_path" in content:
+        with suppress(ImportError, AttributeError, TypeError, ValueError):
+            yield from (f"{path}{name}" for name in inspect.signature(named(content["class_path"])).parameters)
+        content = content.get("init_args") or {}
+    for name, part in content.items():
+        yield from names(part, f"{path}{name}.")
 
 
 class _Saved(SaveConfigCallback):
@@ -236,6 +270,54 @@ class _Saved(SaveConfigCallback):
         if trainer.is_global_zero and folder.resolve() != Path.cwd():
             folder.mkdir(parents=True, exist_ok=True)
             files.replace(folder / self.config_filename, self.parser.dump(self.config).encode())
+
+
+def built(value: Any, where: str = "") -> Any:
+    """Return the value with every `class_path` in it called; one that lacks arguments becomes a `functools.partial`.
+
+    jsonargparse builds classes, but no functions that make a `NamedTuple`, as an exchange or a wrapper is.
+
+    Raises:
+        ValueError: what was called refuses its arguments; the message says where in the configuration.
+
+    Example:
+        >>> built({"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}})
+        Linear(in_features=2, out_features=1, bias=True)
+        >>> built({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}).keywords  # the rest comes later
+        {'lr': 0.1}
+    """
+    if isinstance(value, list):
+        return [built(part, f"{where}.{i}") for i, part in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    made = {key: built(part, f"{where}.{key}" if where else str(key)) for key, part in value.items()}
+    if "class_path" not in value:
+        return made
+    function, arguments = named(value["class_path"]), made.get("init_args") or {}
+    arguments = {**arguments, **(made.get("dict_kwargs") or {})}
+    try:
+        with suppress(ValueError):  # what is written in C has no signature
+            inspect.signature(function).bind(**arguments)
+    except TypeError:
+        return functools.partial(function, **arguments)
+    try:
+        return function(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error} (in {where})") from error
+
+
+def named(path: str) -> Callable[..., Any]:
+    """Return the function or class of a dotted path, which may lead through classes.
+
+    >>> named("fedtorch.data.partition").__name__  # which the module that it comes from is called, too
+    'partition'
+    """
+    above, _, name = path.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(above)
+    except ModuleNotFoundError:
+        owner = named(above)
+    return getattr(owner, name)
 
 
 @functools.cache
@@ -260,6 +342,11 @@ def _is_call(value: Any, _: type) -> bool:
 
 def _refused(value: Any) -> NoReturn:
     raise ValueError(f"Expected class_path: and init_args: of a function, but got {value!r}")
+
+
+def _content(file: Path) -> Any:
+    with suppress(yaml.YAMLError):  # of which jsonargparse's error speaks
+        return yaml.safe_load(file.read_text())
 
 
 def _files(arguments: Sequence[str]) -> list[Path]:

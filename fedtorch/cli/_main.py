@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options) or 0
+    except argparse.ArgumentError as error:
+        print(f"fedtorch: {error}", file=sys.stderr)
+        return 2
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 1

@@ -40,6 +40,7 @@ from torch import Tensor
 from fedtorch import _files as files, checkpoint
 
 FIRST = 0  # the version before anything was done
+_BEGAN = "began.safetensors"
 _OVER = "over"  # the file that says that a run has ended
 _RUN = re.compile(r"[0-9a-f]{32}")
 
@@ -83,6 +84,15 @@ class Versions:
         self.over = True
         if self.folder is not None:
             files.replace(self.folder / _OVER, b"", private=True)
+
+    def note_beginning(self, about: Flat) -> None:
+        """Keep what the run began with beside its versions, where there is a folder."""
+        if self.folder is not None:
+            checkpoint.write(self.folder / _BEGAN, about, private=True)
+
+    def beginning(self) -> Flat | None:
+        """Return what the run began with, None if it was not noted; raise ValueError where the file is damaged."""
+        return checkpoint.read(self.folder / _BEGAN) if self.folder and (self.folder / _BEGAN).exists() else None
 
     def get(self, version: int) -> Flat | None:
         """Return a version, None if it is not here; raise ValueError where its file is damaged."""

@@ -149,7 +149,7 @@ def test_it_runs_as_a_module() -> None:
     [
         ("fitt --config run.yaml", "fit"),
         ("data lsit", "list"),
-        ("join server:1 --daata my_data.py", "--data"),
+        ("join server:1 --data my_data.py --staates folder", "--states"),
         ("enrol token --identiy folder", "--identity"),
         ("launch --procesess 4 train.py --anything", "--processes"),
         ("report folder --oout page.html", "--out"),

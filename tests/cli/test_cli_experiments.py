@@ -110,10 +110,14 @@ def listed() -> dict[Path, str]:
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_what_a_main_setting_names_is_there(file: Path, listed: dict[Path, str]) -> None:
-    configuration.check_file(file)
-    content = yaml.safe_load(file.read_text())
-    assert {"algorithm", "data", "trainer"} <= content.keys()
+def test_what_a_main_setting_names_is_there(
+    file: Path, listed: dict[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", str(file), "--print_config"])
+    assert caught.value.code == 0
+    assert {"algorithm", "data", "trainer"} <= yaml.safe_load(capsys.readouterr().out).keys()
     assert f"experiments.{listed[file]}" in file.read_text().split("\n")[0]
 
 

@@ -52,6 +52,7 @@ def pages() -> list[Path]:
     """What people read: documentation, and the pages beside the code."""
     found = [
         ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
         ROOT / "CONTRIBUTING.md",
         *ROOT.glob("experiments/**/*.md"),
         *ROOT.glob("docs/**/*.md"),

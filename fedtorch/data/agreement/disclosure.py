@@ -17,16 +17,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedtorch import _files as files
+from fedtorch.chained_log import Facts
 
 _LOG = logging.getLogger(__name__)
-_FILE = "answers.json"
-_SECONDS = 30.0  # for another process of the site
+_FILE = "answers.jsonl"
 
 
 class Refused(ValueError):
@@ -67,15 +65,16 @@ class Disclosure(NamedTuple):
 
 
 class AnswerLog:
-    """Answers that a site has given, kept so that a repeated question gets the same answer.
+    """Answers that a site has given, kept so that a repeated question gets the same answer, and its number of designs.
 
     Args:
         folder: of the site's states, where it is kept; None keeps it as long as this object.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / _FILE
-        self._held: dict[str, Any] = {"answers": {}, "designs": []}
+        self._facts = Facts(None if folder is None else folder / _FILE, "answers", self._know)
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._designs = set[str]()
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
         """Return the answer that was given before, which may be None, or give it for the first time.
@@ -83,12 +82,11 @@ class AnswerLog:
         Raises:
             Refused: it was told with another minimum.
         """
-        answer = _as_read(tell())
-        with self._lock():
-            before = self._read()["answers"].get(what)
-            if before is None:
-                before = self._held["answers"][what] = {"minimum": minimum, "answer": answer}
-                self._write()
+        answer = json.loads(json.dumps(tell()))  # as it is read from a file
+        with self._facts.alone():
+            if what not in self._answers:
+                self._facts.add({"what": what, "minimum": minimum, "answer": answer})
+            before = self._answers[what]
         if before["minimum"] != minimum:
             raise Refused(
                 f"the site has told its {what}, or that it tells none, with a minimum of {before['minimum']} rows, and "
@@ -97,52 +95,35 @@ class AnswerLog:
         if before["answer"] != answer:
             _LOG.warning(
                 "the site tells its %s as it told it before, of other rows than it has now; delete %s to begin anew",
-                *(what, self._path or "what it remembers, by starting again,"),
+                *(what, self._facts.path or "what it remembers, by starting again,"),
             )
         return before["answer"]
 
     def has_told(self, what: str) -> bool:
         """Return whether an answer of this name was given."""
-        with self._lock():
-            return self._read()["answers"].get(what, {"answer": None})["answer"] is not None
+        with self._facts.alone():
+            return self._answers.get(what, {"answer": None})["answer"] is not None
 
     def count(self, design: str, most: int) -> None:
         """Count a design that rows are made by; raise `Refused` for one too many."""
-        name = _digest(design)
-        with self._lock():
-            before = self._read()["designs"]
-            if name in before:
+        with self._facts.alone():
+            if (name := _digest(design)) in self._designs:
                 return
-            if len(before) >= most:
+            if len(self._designs) >= most:
                 raise Refused(f"the site has made rows by {most} designs, and does not by more")
-            before.append(name)
-            self._write()
+            self._facts.add({"design": name})
 
     def has_counted(self, design: str) -> bool:
         """Return whether rows were made by a design."""
-        with self._lock():
-            return _digest(design) in self._read()["designs"]
+        with self._facts.alone():
+            return _digest(design) in self._designs
 
-    def _lock(self) -> AbstractContextManager[Any]:
-        if self._path is None:
-            return nullcontext()
-        files.private_folder(self._path.parent)
-        return files.private_lock(f"{self._path}.lock", _SECONDS)
-
-    def _read(self) -> dict[str, Any]:
-        if self._path is not None and self._path.exists():
-            self._held = files.read_json(self._path)
-        return self._held
-
-    def _write(self) -> None:
-        if self._path is not None:
-            files.write_json(self._path, self._held)
+    def _know(self, fact: Mapping[str, Any]) -> None:
+        if "design" in fact:
+            self._designs.add(fact["design"])
+        else:
+            self._answers[fact["what"]] = {"minimum": fact["minimum"], "answer": fact["answer"]}
 
 
 def _digest(design: str) -> str:
     return hashlib.sha256(design.encode()).hexdigest()
-
-
-def _as_read(value: Any) -> Any:
-    """Return a value as it is read from a file."""
-    return json.loads(json.dumps(value))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.rounds import _after_fit as after_fit, _totals as totals
 from fedtorch.sites.rounds._account import Account
-from fedtorch.sites.rounds.continuing.finished import state_of, tell_all
 from fedtorch.sites.rounds.disclosed import conversation
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
@@ -144,8 +144,16 @@ class RemoteClients:
         return self.session.local.tensors(outbox, ids)
 
     def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
-        """Tell the sites that the run is over, and what their clients hear last; those that are away have time."""
-        tell_all(self.plan.sites, partial(self._tell_over, outbox), seconds)
+        """Tell the sites that the run is over, and what their clients hear last; those that are away have `seconds`."""
+        sites = self.plan.sites
+        left, ends = dict(enumerate(sites.names)), time.monotonic() + seconds
+        while True:
+            connected = {index: site for index, site in left.items() if sites.is_here(site)}
+            for index in self._tell_over(outbox, connected) if connected else ():
+                del left[index]
+            if not left or time.monotonic() >= ends:
+                return
+            sites.look(ends)
 
     def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
         """Tell sites, and return the numbers of those that have it on their stream."""
@@ -175,13 +183,15 @@ class RemoteClients:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the run's identity at the sites, and which of each site's answers was last taken in."""
+        """Return the run's identity at the sites, what each brought, and which of its answers was last taken in."""
         session = self.session
         kept = tuple(session.kept)
         if kept not in session.saved:
             session.saved.append(kept)
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
-        known = state_of(self.over, self.plan.sites.bring) | self._recording.state_dict() | self._account.state_dict()
+        text = json.dumps({name: each._asdict() for name, each in self.plan.sites.bring.items()}).encode()
+        known = {"over": torch.tensor(self.over), "bring": torch.tensor(list(text), dtype=torch.uint8)}
+        known |= self._recording.state_dict() | self._account.state_dict()
         return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:

@@ -8,6 +8,7 @@ remember the same, also where one of them begins anew.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +36,7 @@ class Header:
         about: the metadata, without counters.
         counted: how many numbers there are of each counter, in their order; None for one that is no list.
         stop: where the header ends.
-        opened: the payload without counters, and without its tensors; None where the header is another library's.
+        opened: the payload's header without counters.
     """
 
     __slots__ = ("about", "counted", "numbers", "opened", "stop")
@@ -130,7 +131,7 @@ def read(payload: bytes, sender: str) -> tuple[Header, dict[str, Any], wire.Open
         else:
             about[name], first = list(numbers[first : first + count]), first + count
     opened = header.opened
-    return header, about, opened and opened._replace(data=memoryview(payload)[header.stop : end])
+    return header, about, opened and opened._replace(available=end - header.stop)
 
 
 def _parsed(payload: bytes, stop: int, sender: str) -> Header:
@@ -138,18 +139,15 @@ def _parsed(payload: bytes, stop: int, sender: str) -> Header:
     about, opened = wire.open_payload(payload, client=sender)
     counted = _counted(about, sender)
     if opened is None or not counted:
-        if counted:
-            raise PayloadError(f"payload of client {sender!r}: expected metadata before its counters, but got others")
         return Header(about, counted, stop, opened)
-    count = _total(counted)
-    entry = _entry(len(opened.data) - 8 * count, count)
-    if not opened.rest.endswith(entry):
+    header, count = dict(opened.header), _total(counted)
+    first, last = next(iter(header)), next(reversed(header))
+    end = "," + json.dumps({last: header.pop(last)}, separators=(",", ":"))[1:]
+    if first != "__metadata__" or end != _entry(opened.available - 8 * count, count):
         raise PayloadError(
-            f"payload of client {sender!r}: expected {count} counters at its end, but got {opened.rest[-100:]!r}"
+            f"payload of client {sender!r}: expected {count} counters at its end, behind its metadata, but got {last!r}"
         )
-    text = opened.text.rstrip(" ")[: -len(entry)] + "}"
-    rest = opened.rest[: -len(entry)] + "}"
-    return Header(about, counted, stop, wire.Opened(text, rest, memoryview(b"")))
+    return Header(about, counted, stop, wire.Opened(header, 0))
 
 
 def _counted(about: dict[str, Any], sender: str) -> dict[str, int | None]:

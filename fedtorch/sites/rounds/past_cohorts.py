@@ -12,18 +12,15 @@ site all of whose clients have enough rows needs none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedtorch import chained_log as log
+from fedtorch.chained_log import Facts
 from fedtorch.sites.rounds.policy import Refusal
 
 FILE = "cohorts.jsonl"
 MOST = 200_000  # starts; a file of about 60 MB
-_FORM = {"event": "sums of clients"}  # the first entry
-_AT_ONCE = 1000  # clients in an entry, which has to be short
 
 
 class PastCohorts:
@@ -34,9 +31,7 @@ class PastCohorts:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / FILE
-        self._log: log.ChainedLog | None = None
-        self._part: list[str] = []  # of the next set
+        self._facts = Facts(None if folder is None else folder / FILE, "sums of clients", self._know, _damaged)
         self._sets: list[frozenset[str]] = []
         self._places: dict[frozenset[str], int] = {}
         self._cells: dict[str, tuple[frozenset[str], ...]] = {}  # by start
@@ -59,7 +54,7 @@ class PastCohorts:
             Refusal: the sums over the start would tell of fewer rows; or the memory is damaged.
         """
         key, asked = start[:16].hex(), frozenset(map(_digest, clients))
-        with self._alone():
+        with self._facts.alone():
             before = self._cells.get(key, ())
             after = _refined(before, asked)
             known = {_digest(name): name for name in names} if before else {}
@@ -78,55 +73,22 @@ class PastCohorts:
             if key not in self._cells and len(self._cells) >= MOST:
                 raise Refusal(f"the site remembers {MOST} sums, and no more; move {FILE} away if it is to forget them")
             if asked not in self._places:
-                names = sorted(asked)
-                for first in range(0, len(names), _AT_ONCE):
-                    self._append({"clients": names[first : first + _AT_ONCE], "first": first, "of": len(names)})
-            self._append({"start": key, "set": self._places[asked]})
+                self._facts.add({"clients": sorted(asked)})
+            self._facts.add({"start": key, "set": self._places[asked]})
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes from remembering sums, from what the memory says now to what is added inside."""
-        if self._path is None:
-            yield
-            return
-        try:
-            if self._log is None:
-                self._log = log.ChainedLog(self._path, _FORM, log.digest, take=self._take, durable=True)
-            with self._log.exclusive():
-                yield
-        except Refusal:
-            raise
-        except (ValueError, IndexError, KeyError) as error:
-            raise Refusal(
-                f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which of its "
-                "clients it has added up; bring back a copy, or move it away to begin anew"
-            ) from error
-
-    def _append(self, body: Mapping[str, Any]) -> None:
-        if self._log is None:
-            self._know(body)
+    def _know(self, fact: Mapping[str, Any]) -> None:
+        if "start" in fact:
+            self._cells[fact["start"]] = _refined(self._cells.get(fact["start"], ()), self._sets[fact["set"]])
         else:
-            self._log.append(body)  # which is then known by `_take`
-
-    def _take(self, entry: log.Entry) -> None:
-        """Take in an entry of the file."""
-        if entry.signature != log.digest(log.CONTEXT + entry.signed):
-            raise ValueError("it was changed")
-        if entry.number == 1:
-            if entry.content.get("event") != _FORM["event"]:
-                raise ValueError("it begins otherwise")
-        elif entry.content.get("event") != log.REPAIRED:
-            self._know(entry.content)
-
-    def _know(self, line: Mapping[str, Any]) -> None:
-        if "start" in line:
-            self._cells[line["start"]] = _refined(self._cells.get(line["start"], ()), self._sets[line["set"]])
-            return
-        self._part = [*self._part[: line["first"]], *line["clients"]]  # a kill may have left a part of another
-        if len(self._part) == line["of"]:
-            whole = frozenset(self._part)
-            self._places[whole] = len(self._sets)
+            self._places[whole := frozenset(fact["clients"])] = len(self._sets)
             self._sets.append(whole)
+
+
+def _damaged(error: ValueError) -> Refusal:
+    return Refusal(
+        f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which of its clients "
+        "it has added up; bring back a copy, or move it away to begin anew"
+    )
 
 
 def _refined(cells: Sequence[frozenset[str]], asked: frozenset[str]) -> tuple[frozenset[str], ...]:

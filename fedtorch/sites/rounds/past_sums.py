@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedtorch import _files as files, chained_log as log, tree, wire
+from fedtorch import _files as files, tree, wire
+from fedtorch.chained_log import Facts
 from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
@@ -37,8 +37,7 @@ from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
 MOST = 200_000  # sums; a file of about 60 MB
-_FORM = {"event": "sums under masks"}  # the first entry
-_AT_ONCE = 500  # sites in an entry, which has to be short
+_KIND = "sums under masks"
 _NAMED = 20  # sites that a refusal names at most
 _BEGIN = "`fedtorch states DIR --begin-sums`"
 
@@ -59,7 +58,7 @@ def begin(folder: Path | str) -> None:
             "forget which sums it has taken part in"
         )
     files.private_folder(path.parent)
-    log.ChainedLog(path, _FORM, log.digest, durable=True)
+    Facts(path, _KIND, lambda fact: None).open()
 
 
 class _Sum(NamedTuple):
@@ -98,12 +97,10 @@ class PastSums:
     """
 
     def __init__(self, folder: Path | None, lasting: bool = True) -> None:
-        self._path = folder / FILE if folder is not None and lasting else None
+        self._facts = Facts(folder / FILE if folder is not None and lasting else None, _KIND, self._know, _damaged)
         self.cohorts = PastCohorts(folder if lasting else None)
-        self._log: log.ChainedLog | None = None
         self._lasting, self._opened = lasting, False
         self._sets: list[frozenset[str]] = []
-        self._part: list[str] = []  # of the next set
         self._places: dict[frozenset[str], int] = {}
         self._starts: dict[bytes, _Sum] = {}
         self._runs: dict[str, _Told] = {}
@@ -116,18 +113,17 @@ class PastSums:
         """
         if self._opened:
             return
-        if self._lasting and self._path is None:
+        if self._lasting and self._facts.path is None:
             raise Refusal(
                 "the site has no folder in which it remembers the sums under masks that it takes part in; start it "
                 "with a folder of states, or with Policy(remember_sums=False) if it is to forget them"
             )
-        if self._path is not None:
-            if not self._path.exists():
-                raise Refusal(
-                    f"the site has no {FILE} in its folder of states, the memory of the sums under masks that it has "
-                    f"taken part in; a site that has taken part in some looks for it, another begins one by {_BEGIN}"
-                )
-            self._log = self._read(self._path)
+        if self._facts.path is not None and not self._facts.path.exists():
+            raise Refusal(
+                f"the site has no {FILE} in its folder of states, the memory of the sums under masks that it has taken "
+                f"part in; a site that has taken part in some looks for it, another begins one by {_BEGIN}"
+            )
+        self._facts.open()
         self._opened = True
 
     def of_round(
@@ -146,7 +142,7 @@ class PastSums:
             Refusal: other sites, or other clients of this one, or there is no room for another sum.
         """
         key, of_clients = start[:16], _digest(sorted(clients))
-        with self._alone():
+        with self._facts.alone():
             known = self._starts.get(key)
             if known is not None and known[:2] != (of_clients, self._places.get(sites)):
                 raise Refusal(self._difference(known, of_clients))
@@ -164,7 +160,7 @@ class PastSums:
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
         """Remember that a site's states have gone on, with a sum of some sites or without one."""
-        with self._alone():
+        with self._facts.alone():
             account = self._told(step.run)
             behind = account.behind or account.version != step.base
             self._add({"run": step.run, "version": step.version, "behind": behind}, account.sites | sites)
@@ -180,7 +176,7 @@ class PastSums:
         Raises:
             Refusal: a site of an earlier sum is missing, or this one has gone back behind one.
         """
-        with self._alone():
+        with self._facts.alone():
             account = self._told(step.run)
             if account.behind or account.version != step.base:
                 raise Refusal(
@@ -193,17 +189,6 @@ class PastSums:
                 )
             if confirmed and sites != account.sites:
                 self.advance(step, sites)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other processes from remembering sums, from what the memory says now to what is added inside."""
-        with ExitStack() as stack:
-            if self._log is not None:
-                try:
-                    stack.enter_context(self._log.exclusive())
-                except (ValueError, IndexError) as error:
-                    raise _damaged(error) from error
-            yield
 
     def _difference(self, known: _Sum, own: str) -> str:
         """Return why a site takes part in no sum over a start."""
@@ -221,46 +206,17 @@ class PastSums:
     def _add(self, entry: Mapping[str, Any], sites: frozenset[str]) -> None:
         """Write an entry of a set of sites, and then know it; a set that is new goes before it."""
         if sites not in self._places:
-            names = sorted(sites)
-            for first in range(0, len(names) or 1, _AT_ONCE):
-                self._append({"names": names[first : first + _AT_ONCE], "first": first, "of": len(names)})
-        self._append({**entry, "sites": self._places[sites]})
+            self._facts.add({"names": sorted(sites)})
+        self._facts.add({**entry, "sites": self._places[sites]})
 
-    def _append(self, body: Mapping[str, Any]) -> None:
-        if self._log is None:
-            self._know({**body, "time": datetime.now(UTC).isoformat()})
+    def _know(self, fact: Mapping[str, Any]) -> None:
+        if "start" in fact:
+            self._starts[bytes.fromhex(fact["start"])] = _Sum(fact["clients"], fact["sites"], fact["time"])
+        elif "run" in fact:
+            self._runs[fact["run"]] = _Told(self._sets[fact["sites"]], fact["version"], fact["behind"])
         else:
-            self._log.append(body)  # which is then known by `_take`
-
-    def _take(self, entry: log.Entry) -> None:
-        """Take in an entry of the file."""
-        if entry.signature != log.digest(log.CONTEXT + entry.signed):
-            raise ValueError("it was changed")
-        if entry.number == 1:
-            if entry.content.get("event") != _FORM["event"]:
-                raise ValueError("it begins otherwise")
-        elif entry.content.get("event") != log.REPAIRED:
-            self._know(entry.content)
-
-    def _know(self, line: Mapping[str, Any]) -> None:
-        if "start" in line:
-            self._starts[bytes.fromhex(line["start"])] = _Sum(line["clients"], line["sites"], line["time"])
-        elif "run" in line:
-            self._runs[line["run"]] = _Told(self._sets[line["sites"]], line["version"], line["behind"])
-        else:
-            self._part = [*self._part[: line["first"]], *line["names"]]  # a kill may have left a part of another
-            if len(self._part) == line["of"]:
-                self._places[frozenset(self._part)] = len(self._sets)
-                self._sets.append(frozenset(self._part))
-
-    def _read(self, path: Path) -> log.ChainedLog:
-        """Read all entries; a last one that is not whole is of a sum that the site has not confirmed."""
-        try:
-            if not next(log.read(path), log.NONE).content:
-                raise ValueError("it does not begin with an entry of a log")  # else the log would begin it anew
-            return log.ChainedLog(path, _FORM, log.digest, take=self._take, durable=True)
-        except (ValueError, IndexError) as error:
-            raise _damaged(error) from error
+            self._places[sites := frozenset(fact["names"])] = len(self._sets)
+            self._sets.append(sites)
 
 
 def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
@@ -284,7 +240,7 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
     return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
 
 
-def _damaged(error: Exception) -> Refusal:
+def _damaged(error: ValueError) -> Refusal:
     return Refusal(
         f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which sums under "
         f"masks it has taken part in; bring back a copy, or move it away and {_BEGIN}"

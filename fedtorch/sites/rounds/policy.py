@@ -32,6 +32,9 @@ AFTER_FIT = {
 }
 
 
+OTHER_ROWS = "the site's rows are others than those with which the run began there"
+
+
 class Refusal(ValueError):
     """Raised for what a site does not do; its message goes to the server."""
 

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch import expected, tree
+from fedtorch import checkpoint as files, expected, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
-from fedtorch.sites.rounds.continuing.finished import LAST_WORD, brought_to
 from fedtorch.sites.rounds.plan import Lost, Plan
-from fedtorch.sites.rounds.sites import Sites
+from fedtorch.sites.rounds.sites import Brings, Sites
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
+
+LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
 
 
 class Remote:
@@ -112,7 +113,7 @@ class Remote:
         except (TypeError, ValueError) as error:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads, self.carry = torch.device("cpu"), True, carry
-        asked, bring = Sites(host, sites, agreed), brought_to(checkpoint, sites)
+        asked, bring = Sites(host, sites, agreed), _brought_to(checkpoint, sites)
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
         if bring is None:
@@ -216,3 +217,26 @@ def _nobody(rows: Tree) -> ClientData:
     """Return a block of no clients, with rows like `rows` `(0, ...)`."""
     block = tree.map(lambda leaf: leaf.new_zeros(0, 1, *leaf.shape[1:]), rows)
     return ClientData(block, torch.zeros(0, dtype=torch.int64))
+
+
+def _brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brings] | None:
+    """Return what these sites have brought to a checkpoint's run, if that is over; None if they are waited for.
+
+    Raises:
+        ValueError: the file is no checkpoint.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    flat = files.below("clients.", files.read(path))
+    if not bool(flat.get("over", False)):
+        return None
+    bring = json.loads(bytes(flat["bring"].tolist()))
+    if set(bring) != set(sites):
+        return None
+    return {
+        name: Brings(tuple(bring[name]["clients"]), tuple(bring[name]["rows"]), *_how(bring[name])) for name in sites
+    }
+
+
+def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
+    return bring["schema"], bring.get("design"), bring.get("joined", False)

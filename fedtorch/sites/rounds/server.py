@@ -32,10 +32,10 @@ from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
 from fedtorch.sites.rounds._answer_looks import AnswerLooks, not_finite_in
 from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
-from fedtorch.sites.rounds.continuing.began import OTHER_ROWS
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.plan import Plan
+from fedtorch.sites.rounds.policy import OTHER_ROWS
 from fedtorch.sites.rounds.sites import LATE, reasons
 from fedtorch.tree import Tree
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, checkpoint, functional, tree, wire
+from fedtorch.data import FederatedData
+from fedtorch.data.digests import different, noted
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.exchanges.exchange import RowsOf
@@ -29,12 +31,11 @@ from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.configuration import SiteConfiguration
-from fedtorch.sites.rounds.continuing.began import check_begun
 from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
-from fedtorch.sites.rounds.one_process.in_use import take
+from fedtorch.sites.rounds.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
-from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes, in_one
+from fedtorch.sites.rounds.policy import OTHER_ROWS, Refusal, Watch, check_sizes, in_one
 from fedtorch.sites.secure.grid import largest_of
 from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
@@ -125,7 +126,7 @@ class SiteSession:
         self.versions = Versions(None if folder is None else folder / self.run) if versions is None else versions
         if self.versions.folder is not None:
             anyway = begin.about.get("anyway") is True
-            check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
+            check_begun(self.versions, begin.text("algorithm"), configuration.data, anyway)
         self.versions.put(FIRST, self.clients.state_dict())
         self.leaves: list[Field] = []
         self._noted = set[str]()  # names of what clients tell beside their messages, as `leaves` has them
@@ -565,3 +566,37 @@ def _once(leaf: Tensor) -> Tensor:
     """Return clients' values `(K, ...)`, those that all have in common once."""
     same = len(leaf) > 0 and (leaf.stride(0) == 0 or torch.equal(leaf, leaf[:1].expand_as(leaf)))
     return leaf[:1] if same else leaf
+
+
+def check_begun(versions: Versions, algorithm: str, data: FederatedData, anyway: bool) -> None:
+    """Note what a run begins with at a site, or compare it with what was noted; `anyway` takes and notes other rows.
+
+    A server that goes on with a run, or a site that does after it was killed, finds the same there or is refused. What
+    is noted of rows stays at the site, which says only whether they are the same.
+
+    Raises:
+        Refusal: it is another algorithm, or the rows are others.
+        ValueError: what was noted is damaged.
+    """
+    before, rows = versions.beginning(), dict(noted(data))
+    if before is not None:
+        check_name(bytes(before["algorithm"].tolist()).decode(), algorithm)
+        same = different(before, rows, data.names) is None
+        if same:
+            return
+        if not anyway:
+            raise Refusal(OTHER_ROWS)
+    text = torch.tensor(list(algorithm.encode()), dtype=torch.uint8)
+    versions.note_beginning({**rows, "algorithm": text})
+
+
+def check_name(before: str, now: str) -> None:
+    """Refuse another algorithm than that with which a run began: states of one would be told by the rules of another.
+
+    Example:
+        >>> check_name("fedavg", "gibbs")
+        Traceback (most recent call last):
+        fedtorch.sites.rounds.policy.Refusal: the run has begun as 'fedavg' at the site, and does not go on as 'gibbs'
+    """
+    if before != now:
+        raise Refusal(f"the run has begun as {before!r} at the site, and does not go on as {now!r}")

@@ -6,7 +6,10 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,18 +31,17 @@ from fedtorch.sites.rounds._behind import behind
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds._site_log import SiteLog
 from fedtorch.sites.rounds.configuration import SiteConfiguration
-from fedtorch.sites.rounds.continuing.began import check_name
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
-from fedtorch.sites.rounds.one_process.in_use import release, released
-from fedtorch.sites.rounds.one_process.turns import TURNS
+from fedtorch.sites.rounds.in_use import release, released
 from fedtorch.sites.rounds.past_sums import PastSums
 from fedtorch.sites.rounds.policy import Refusal, Watch
-from fedtorch.sites.rounds.session import SiteSession
+from fedtorch.sites.rounds.session import SiteSession, check_name
 from fedtorch.sites.streams.hub import Link
 from fedtorch.sites.streams.timeout import Timeout
 from fedtorch.wire import PayloadError
 
 TIMEOUT = 600.0  # seconds without a word from the server
+_LONGEST = 1.0  # seconds that a site waits for its turn: one that is slow, or hangs, holds up no others for good
 _LOG = logging.getLogger(__name__)
 
 
@@ -356,3 +358,41 @@ def _is_joined(configuration: SiteConfiguration) -> bool:
     """Return whether a client has so few rows that clients are told pseudonyms and counts that are a mean."""
     rows = behind(configuration)
     return len(rows.few(rows.everybody)) > 0
+
+
+class Turns:
+    """Let so many threads work at once, and each of the others after a second at the latest.
+
+    Every operation of torch lets other threads run and then waits for its turn again. Where many threads compute, each
+    of these turns is a switch between threads, and all of them together take several times as long as one after the
+    other. So of the sites of one process as many work at once as it has processors; the threads of the others sleep.
+
+    >>> turns = Turns(at_once=1)
+    >>> with turns.taken():
+    ...     "answers"
+    'answers'
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self.renew()
+
+    def renew(self) -> None:
+        """Have all turns free, as in a process that was forked: the threads that work are not in it."""
+        self._free = threading.Semaphore(self._at_once)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a turn, and have it until the end of the block."""
+        free = self._free
+        in_time = free.acquire(timeout=_LONGEST)
+        try:
+            yield
+        finally:
+            if in_time:
+                free.release()
+
+
+TURNS = Turns(os.cpu_count() or 1)  # of the sites of this process
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=TURNS.renew)

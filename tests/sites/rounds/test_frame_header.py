@@ -150,7 +150,6 @@ def test_a_header_of_another_library_is_read_the_same() -> None:
     said = json.loads(frame[8:stop])
     coded = json.dumps({**{name: said[name] for name in TENSORS}, "__metadata__": said["__metadata__"]}).encode()
     read = frames.read(len(coded).to_bytes(8, "little") + coded + frame[stop:], "a")
-    assert read.opened is None
     assert read.about == {"kind": "hello", "clients": ["x"]}
     assert torch.equal(read.tree(TENSORS)["x"], TENSORS["x"])
 

@@ -17,7 +17,7 @@ import fedtorch as ft
 from fedtorch.federation.solvers import descent
 from fedtorch.sites import Hub, Policy, Remote, SiteConfiguration, join
 from fedtorch.sites.rounds import session
-from fedtorch.sites.rounds.one_process.in_use import InUse
+from fedtorch.sites.rounds.in_use import InUse
 from fedtorch.sites.streams import memory
 
 DATA = linear_clients([5, 3, 8, 4])

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fedtorch.sites.rounds.one_process import turns as turns
-from fedtorch.sites.rounds.one_process.turns import Turns
+from fedtorch.sites.rounds import site as turns
+from fedtorch.sites.rounds.site import Turns
 
 
 def test_no_more_work_at_once_than_there_are_turns() -> None:
