@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, checkpoint, functional, tree, wire
+from fedtorch.data.digests import noted
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.exchanges.exchange import RowsOf
@@ -496,14 +497,21 @@ class SiteSession:
         if self._few and self.algorithm.exchange.additive:
             one_of(inboxes.inbox)
         evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
-        minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
+        minimum *= configuration.rows_of_a_person()  # so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
-        about = {"question": kind.name, "about": dict(frame.names("about"))}
-        of_all = {"sent": sent, "states": self.clients.table.read(inboxes.ids), "names": self._names[inboxes.ids]}
+        about = {"question": kind.name, "about": dict(frame.names("about")), "minimum": minimum}
+        of_all = {
+            "sent": sent,
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(inboxes.ids),
+            "names": self._names[inboxes.ids],
+            "rows": noted(data),  # of which one may be new
+        }
         own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
-        sent = {**sent, **own}
-        return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
+        if minimum > 1:
+            holder = holder._replace(key=self._key("what is told of rows", _KEY, of_all, about))
+        return after_fit.answer(frame, kind, {**sent, **own}, holder, beside)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""
