@@ -428,19 +428,26 @@ class SiteSession:
     def _told_of(self, info: dict[str, Tensor], ids: Tensor, drawing: Turn) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
-        Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
-        told of all clients only, NaN of others.
+        Means of two cohorts tell those that are in one of them only. Where the memory of past sums does not know
+        their rows they are told of all clients only, NaN of others.
         """
         told = {}
         for name, values in info.items():
             taken = self._taken(drawing, name)
             if len(self._rows.few(ids, taken)) == 0:
                 told[name] = values
-            elif self._silent and len(ids) < self._count:
-                told[name] = torch.full_like(values, torch.nan)
-            else:
+            elif len(ids) == self._count or self._is_remembered(ids, taken):
                 told[name] = self._rows.joined(values, ids, taken)
+            else:
+                told[name] = torch.full_like(values, torch.nan)
         return told
+
+    def _is_remembered(self, ids: Tensor, taken: int | None) -> bool:
+        """Return whether past sums keep two cohorts apart by enough of the rows that are in a number of theirs.
+
+        They count all rows of clients, of which a last batch has fewer; and where nothing is sent, they know no cohorts.
+        """
+        return not self._silent and len(self._rows.few(ids, taken)) == len(self._rows.few(ids))
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""
