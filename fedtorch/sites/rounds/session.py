@@ -445,7 +445,7 @@ class SiteSession:
     def _is_remembered(self, ids: Tensor, taken: int | None) -> bool:
         """Return whether past sums keep two cohorts apart by enough of the rows that are in a number of theirs.
 
-        They count all rows of clients, of which a last batch has fewer; and where nothing is sent, they know no cohorts.
+        They count all rows of clients, of which a last batch has fewer, and know no cohorts where nothing is sent.
         """
         return not self._silent and len(self._rows.few(ids, taken)) == len(self._rows.few(ids))
 
