@@ -3,8 +3,8 @@ r"""Sums over rows that sites tell after a fit: of what few rows have they tell 
 A server chooses the models of which sums are told, so that a row may be all there is in a sum, or its last digits. A
 site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
 
-- values are counted from the mean of the middle half of them, where rows are at least four times the minimum, else
-  from zero;
+- values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
+  from the one that all rows but fewer than the minimum have, or from zero;
 - their sizes are cut at the one that the row with the `minimum`-th largest has, up to a factor of √2, so that fewer
   rows than that are no larger than others;
 - the sum is moved by a secret number, uniform between plus and minus half of what :math:`r` rows of this size have.
@@ -68,9 +68,13 @@ def held(
     if minimum <= 1 or key is None or not count:
         return Held(total, torch.zeros_like(total))
     values = torch.where(values.isnan(), 0.0, values)
-    middle = torch.zeros_like(total) if around is None else around
-    if around is None and count >= _MIDDLE * minimum:
+    if around is not None:
+        middle = around
+    elif count >= _MIDDLE * minimum:
         middle = values.sort(0).values[count // 4 : count - count // 4].mean(0)
+    else:
+        most = values.median(0).values
+        middle = torch.where((values != most).sum(0) < minimum, most, 0.0)
     away = values - middle
     largest = away.abs().topk(min(minimum, count), 0).values[-1]
     safe = largest.where(largest > 0, 1.0)

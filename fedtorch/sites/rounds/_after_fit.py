@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import is_finite
@@ -16,14 +16,14 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
-from fedtorch.federation.runs.held import held_posterior
+from fedtorch.federation.runs.held import held, held_posterior
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
-from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.policy import Refusal, in_one
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
@@ -35,15 +35,64 @@ _MOST_NODES = 2**16  # of the mixtures that sites tell
 _MOST_BESIDE = 100  # other runs in one question
 
 
-def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
-    """Return what makes metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
+def scores(
+    clients: LocalClients,
+    inboxes: Inboxes,
+    data: FederatedData,
+    wanted: Mapping[str, Any],
+    together: bool,
+    minimum: int,
+    key: Tensor,
+) -> Tree:
+    """Return metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
+
+    Where the minimum is above one, those that are sums over rows are held.
+
+    Args:
+        clients: of the site.
+        inboxes: what those that are asked have heard.
+        data: their validation rows.
+        wanted: metrics by name.
+        together: whether the sum over all clients is told, in the place of the first, as where one has few rows.
+        minimum, key: see `held`.
 
     Raises:
         Refusal: the algorithm does not predict.
     """
-    if algorithm.predict is None:
+    if clients.algorithm.predict is None:
         raise Refusal("the algorithm does not predict")
-    return Sums(algorithm.predict, wanted, inputs_and_targets, in_process=False).of_block
+    sums = Sums(clients.algorithm.predict, wanted, inputs_and_targets, in_process=False)
+    every = by_client(clients, inboxes, data, sums.of_block)
+    if minimum <= 1:
+        return every
+    told = [tree.map(lambda leaf, k=k: leaf[k : k + 1], every) for k in range(len(data))]
+    rows = []
+    with torch.no_grad():
+        for k in range(len(data)):
+            [(_, block)] = data.select([k]).buckets()
+            rows.append(sums.of_each_row(clients.tensors(inboxes, inboxes.ids[k : k + 1]), block))
+    if together:
+        shared = {name: [one[name] for one in rows] for name in rows[0] if all(name in one for one in rows)}
+        rows = [{name: tree.concatenate(each) for name, each in shared.items()}]
+        told = [in_one(every)]
+    for k, (one, of_rows) in enumerate(zip(told, rows)):
+        for name, leaves in of_rows.items():
+            sum_of_rows = _held_sums(leaves, minimum, random.fold_in(key, k))
+            after = tree.map(lambda leaf: torch.zeros_like(leaf[1:]), one[name].sums)
+            one[name] = one[name]._replace(sums=tree.concatenate([sum_of_rows, after]))
+    return tree.concatenate(told)
+
+
+def _held_sums(rows: Tree, minimum: int, key: Tensor) -> Tree:
+    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are."""
+    leaves = tree.leaves(rows)
+    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key).total
+    parts = whole.split([leaf[:1].numel() for leaf in leaves])
+    shaped = [
+        (part if leaf.is_floating_point() else part.round()).to(leaf.dtype).reshape(1, *leaf.shape[1:])
+        for part, leaf in zip(parts, leaves)
+    ]
+    return tree.refill(rows, shaped)
 
 
 def by_client(

@@ -35,7 +35,7 @@ from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
-from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes, in_one
+from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes
 from fedtorch.sites.secure.grid import largest_of
 from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
@@ -476,10 +476,17 @@ class SiteSession:
         if few and additive:
             one_of(inboxes.inbox)
         self.watch.count()
-        sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
-        chosen = validation.select(inboxes.ids - self.first)
-        every = after_fit.by_client(self.clients, inboxes, chosen, sums)
-        every = in_one(every) if few and additive else every
+        metrics = {name: self.configuration.metrics[name] for name in wanted}
+        chosen, minimum = validation.select(inboxes.ids - self.first), self.watch.policy.minimum
+        of_all = {
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(inboxes.ids),
+            "names": self._names[inboxes.ids],
+            "rows": noted(validation),
+        }
+        key = self._key("scores", _KEY, of_all, {"metrics": wanted, "minimum": minimum})
+        asked = (self.clients, inboxes, chosen, metrics, few and additive)
+        every = after_fit.scores(*asked, minimum, key)
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:

@@ -8,6 +8,7 @@ columns' space: with a slab through each person one question tells who is there.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -283,6 +284,33 @@ def test_rows_are_not_counted_by_how_their_log_densities_vary() -> None:
     assert by_doubts(SINGLE, 0, SITES) == by_doubts(SINGLE, 10, SITES) == SITES
     assert chance(by_doubts(EVERY, 0, SITES), SITES)
     assert chance(by_doubts(EVERY, 10, SITES), SITES)
+
+
+def by_scores(policy: Policy, others: int, sites: int) -> int:
+    """By squared errors of a model that is far away for who has the level, and near for nobody else."""
+    found, metrics = 0, {"mse": lambda prediction, target: (prediction[..., 0] - target).square()}
+    for seed in range(sites):
+        draws = torch.Generator().manual_seed(seed)
+        coin = bool(torch.rand(1, generator=draws) < 0.5)
+        level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
+        level[: others + coin] = 1.0
+        data = ft.data.from_tensors([(level, y)])
+        make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        brought = {
+            name: dataclasses.replace(one, validation=data, metrics=metrics)
+            for name, one in offers(data, make, sites=1, policy=policy).items()
+        }
+        run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+        run.server = run.server | {"weight": torch.full((1, 1), 1e4)}
+        told = run.evaluate(run.population.validation, metrics)["mse"].overall
+        found += (told * ROWS / 1e8 > others + 0.5) == coin
+    return found
+
+
+def test_scores_do_not_tell_whether_a_row_is_there() -> None:
+    assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 10, SITES) == SITES
+    assert chance(by_scores(EVERY, 0, SITES), SITES)
+    assert chance(by_scores(EVERY, 10, SITES), SITES)
 
 
 # -- log densities and posteriors of clients ---------------------------------------------------------------------------
