@@ -22,8 +22,8 @@ _WHO = Learns(
 )
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
 _SCORES = Learns(
-    "how well validation rows are predicted, by as many models as the server sends; of sums over rows, where the policy "
-    "counts rows, moved by what `minimum` rows have",
+    "how well validation rows are predicted, by as many models as the server sends; of sums over rows, where the "
+    "policy counts rows, moved by what `minimum` rows have",
     "attacks.membership",
     "Policy(minimum=…, rounds=…)",
 )
