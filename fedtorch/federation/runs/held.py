@@ -4,9 +4,10 @@ A server chooses the models of which sums are told, so that a row may be all the
 site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
 
 - values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
-  from the one that all rows but fewer than the minimum have, or from zero;
-- their sizes are cut at the one that the row with the `minimum`-th largest has, up to a factor of √2, so that fewer
-  rows than that are no larger than others;
+  from the one that all rows but fewer than the k of below have, or from zero;
+- their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, so that fewer rows than
+  that are no larger than others; k is secret, from `minimum` to twice as many, since whether there are that many would
+  tell a row of who knows all others;
 - the sum is moved by a secret number, uniform between plus and minus half of what :math:`r` rows of this size have.
 
 A row more or less is then seen with a probability of about 1/r, by who knows all others. :math:`r = \max(minimum,
@@ -17,9 +18,9 @@ Sums at draws of a posterior, of which there may be a thousand, are told as thei
 draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much
 they vary beside it (`in_draws`, `over_draws`).
 
->>> ages = torch.tensor([[30.0], [41.0], [52.0], [63.0], [99.0]], dtype=torch.float64)
+>>> ages = torch.tensor([[30.0], [41.0], [62.0], [63.0], [99.0]], dtype=torch.float64)
 >>> held(ages, 1, None).total  # a site that counts no rows adds up
-tensor([285.], dtype=torch.float64)
+tensor([295.], dtype=torch.float64)
 >>> told = held(ages, 2, random.key(0))
 >>> bool((told.total - ages.clamp(max=64.0).sum()).abs() <= 2 * 64), told.variance.sqrt()  # r = 4, and sizes up to 64
 (True, tensor([73.9008], dtype=torch.float64))
@@ -68,22 +69,29 @@ def held(
     if minimum <= 1 or key is None or not count:
         return Held(total, torch.zeros_like(total))
     values = torch.where(values.isnan(), 0.0, values)
+    for_ranks, for_moves = random.split(key, 2)
+    ranks = _ranks(for_ranks, total.shape, minimum).clamp(max=count)
     if around is not None:
         middle = around
     elif count >= _MIDDLE * minimum:
         middle = values.sort(0).values[count // 4 : count - count // 4].mean(0)
     else:
         most = values.median(0).values
-        middle = torch.where((values != most).sum(0) < minimum, most, 0.0)
+        middle = torch.where((values != most).sum(0) < ranks, most, 0.0)
     away = values - middle
-    largest = away.abs().topk(min(minimum, count), 0).values[-1]
+    largest = away.abs().topk(min(2 * minimum, count), 0).values.gather(0, ranks[None] - 1)[0]
     safe = largest.where(largest > 0, 1.0)
     edge = torch.exp2((safe.log2() * _STEPS).ceil() / _STEPS).where(largest > 0, 0.0)
     step = max(minimum, _ROWS * math.sqrt(numbers or values.shape[1])) * edge
-    secret = random.uniform(key, step.shape, torch.float64) - 0.5
+    secret = random.uniform(for_moves, step.shape, torch.float64) - 0.5
     moved = count * middle + away.clamp(-edge, edge).sum(0) + step * secret
     grid = (_GRID * step).where(step > 0, 1.0)
     return Held(torch.where(step > 0, (moved / grid).round() * grid, moved), step.square() / 12)
+
+
+def _ranks(key: Tensor, shape: torch.Size, minimum: int) -> Tensor:
+    """Return how many rows share a size, secret whole numbers from the minimum to less than twice as many."""
+    return minimum + (random.uniform(key, shape, torch.float64) * minimum).long()
 
 
 def basis(phi: Tensor) -> Tensor:

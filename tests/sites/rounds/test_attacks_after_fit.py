@@ -241,13 +241,17 @@ def of_the_level(count: int, apart: float) -> Tensor:
     return phi
 
 
-def by_margins(policy: Policy, others: int, count: int, sites: int) -> int:
-    """At how many sites it is guessed right whether one row more than those that are known has the level."""
+def by_margins(policy: Policy, others: int, count: int, sites: int, least: float | None = None) -> int:
+    """At how many sites it is guessed right whether one row more than those that are known has the level.
+
+    It has where more rows than `least` seem to have it, by default half a row more than are known.
+    """
+    least = others + 0.5 if least is None else least
     found = 0
     for seed in range(sites):
         site = rare(policy, seed, others)
         told = asked(site.run, {"phi": of_the_level(count, 1e-9)}, kinds={"1": "number"})["total"].mean()
-        found += (float(told) / (SLOPE / 4) > others + 0.5) == site.coin
+        found += (float(told) / (SLOPE / 4) > least) == site.coin
     return found
 
 
@@ -258,15 +262,22 @@ def test_a_level_that_one_row_has_is_not_all_there_is_in_a_sum() -> None:
 
 
 def test_many_draws_that_are_nearly_alike_are_told_as_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each moved anew, they told by their mean whether an eleventh row has a level."""
-    assert chance(by_margins(EVERY, 10, 1000, SITES), SITES)
+    """Each moved anew, they told by their mean whether one row more has a level."""
+    assert chance(by_margins(EVERY, 20, 1000, SITES), SITES)
     monkeypatch.setattr(
         importlib.import_module("fedtorch.inference.marginal_effects"),
         "basis",
         lambda phi: torch.eye(len(phi)).double(),
     )
     monkeypatch.setattr(holding, "_ROWS", 0.0)
-    assert by_margins(EVERY, 10, 1000, SITES) == SITES
+    assert by_margins(EVERY, 20, 1000, SITES) == SITES
+
+
+def test_whether_as_many_rows_as_the_minimum_have_a_level_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine that are known and one more: were sizes cut at the tenth, all of them would be in the sum or none."""
+    assert chance(by_margins(EVERY, 9, 10, SITES, least=2.0), SITES)
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum: torch.full(shape, minimum))
+    assert by_margins(EVERY, 9, 10, SITES, least=2.0) == SITES
 
 
 def by_doubts(policy: Policy, others: int, sites: int) -> int:
@@ -281,9 +292,9 @@ def by_doubts(policy: Policy, others: int, sites: int) -> int:
 
 def test_rows_are_not_counted_by_how_their_log_densities_vary() -> None:
     """Over draws that a server places so that one person's does, or those of a known group and of one more."""
-    assert by_doubts(SINGLE, 0, SITES) == by_doubts(SINGLE, 10, SITES) == SITES
+    assert by_doubts(SINGLE, 0, SITES) == by_doubts(SINGLE, 20, SITES) == SITES
     assert chance(by_doubts(EVERY, 0, SITES), SITES)
-    assert chance(by_doubts(EVERY, 10, SITES), SITES)
+    assert chance(by_doubts(EVERY, 20, SITES), SITES)
 
 
 def by_scores(policy: Policy, others: int, sites: int) -> int:
@@ -308,9 +319,9 @@ def by_scores(policy: Policy, others: int, sites: int) -> int:
 
 
 def test_scores_do_not_tell_whether_a_row_is_there() -> None:
-    assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 10, SITES) == SITES
+    assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 20, SITES) == SITES
     assert chance(by_scores(EVERY, 0, SITES), SITES)
-    assert chance(by_scores(EVERY, 10, SITES), SITES)
+    assert chance(by_scores(EVERY, 20, SITES), SITES)
 
 
 # -- log densities and posteriors of clients ---------------------------------------------------------------------------
