@@ -19,12 +19,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.held import basis, in_draws, over_draws
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
-from fedtorch.federation.runs.posterior_draws import APART, STEEP, by_client, over_rows, sent_draws, site_draws
+from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, Rows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
@@ -112,7 +114,9 @@ def marginal_effects(
     else:
         sums = table.effects(source.family, site_draws(run, source), run.population.names, numbers)
     labels = [label for name, kind in kinds.items() for label in _labels(name, kind, design)]
-    values, n = sums["total"] / sums["rows"], (int(sums["rows"]),) * len(labels)
+    white = random.normal(random.key(_SEED), sums["total"].shape, torch.float64)
+    total = sums["total"] + sums["moved"].sqrt() * white  # what sites have moved it by is as unsure
+    values, n = total / sums["rows"], (int(sums["rows"]),) * len(labels)
     return Estimates(tuple(labels), values, coefficients=len(labels), n=n).table(level)
 
 
@@ -132,16 +136,29 @@ class _Table(NamedTuple):
         levels = design.encoding.levels
         return [None if name in levels else self.frame[name].to_numpy(np.float64) for name in _variables(design)]
 
-    def seen(self, ones: bool) -> dict[str, Tensor]:
-        """Return of which variables rows have other values than 0 and 1, and which vary; if `ones`, are not all 1."""
+    def seen(self, ones: bool, minimum: int = 1) -> dict[str, Tensor]:
+        """Return of which variables rows have other values than 0 and 1, and which vary; if `ones`, are not all 1.
+
+        Rows are at least `minimum`, and those that have another value than most.
+        """
         other, varies = [], []
         for values in self.variables:
-            other.append(values is not None and not np.isin(values, (0, 1)).all())
-            varies.append(values is None or len(np.unique(values)) > 1 or (ones and bool((values != 1).any())))
+            known = np.zeros(minimum) if values is None else values
+            _, counts = np.unique(known, return_counts=True)
+            other.append(int((~np.isin(known, (0, 1))).sum()) >= minimum)
+            varied = len(known) - counts.max(initial=0) >= minimum or (ones and int((known != 1).sum()) >= minimum)
+            varies.append(values is None or varied)
         return {"other": torch.tensor(other).double(), "varies": torch.tensor(varies).double()}
 
     def effects(
-        self, family: Family, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]
+        self,
+        family: Family,
+        theta: Tensor,
+        sites: Sequence[str],
+        kinds: Mapping[str, str],
+        phi: Tensor | None = None,
+        minimum: int = 1,
+        key: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows.
 
@@ -150,6 +167,11 @@ class _Table(NamedTuple):
             theta: draws of the sites' coefficients, `(K, S, d)`.
             sites: their names.
             kinds: of variables, by number.
+            phi: draws of what sites share `(S, p)`, where sums are held.
+            minimum, key: see `held`.
+
+        Returns:
+            sums, rows, and the variances by which sums are moved, `(effects,)`.
         """
         if family is CUMULATIVE:
             raise TypeError(
@@ -160,54 +182,46 @@ class _Table(NamedTuple):
         if strangers:
             raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")
         every = [change for number, kind in kinds.items() for change in self._changes(int(number), kind)]
-        totals = [self._total(family, theta, sites, change) for change in every]
-        return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
+        rows = torch.tensor(float(len(self.read.sites))).double()
+        if phi is None or key is None or minimum <= 1:
+            totals = [self._total(family, theta, sites, change) for change in every]
+            return {"total": torch.stack(totals, 1), "rows": rows, "moved": torch.zeros(len(every)).double()}
+        functions = basis(phi)
+        each = [self._each(family, theta, sites, change, functions) for change in every]
+        told = over_draws(torch.cat(each, 2), functions, minimum, key)
+        return {"total": told.total, "rows": rows, "moved": told.variance}
 
-    def apart(self, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]) -> float:
-        """Return the variance over draws of rows' predictors, in the mean, where rows are changed so that it is most.
+    def _each(self, family: Family, theta: Tensor, sites: Sequence[str], change: _Change, functions: Tensor) -> Tensor:
+        """Return what each row's change of the mean response is at draws, see `in_draws`, `(N, r + 1, 1)`."""
+        found = []
+        for own, rows in self._of_sites(theta, sites):
+            there = torch.ones(1, len(rows), dtype=torch.bool)
+            values = lambda part, own=own, rows=rows: self._changed(family, own, rows[part], change)[None, ..., None]
+            parts = [slice(int(part[0]), int(part[-1]) + 1) for part in _split(torch.arange(len(rows)), own)]
+            found += [leaf[0] for leaf in in_draws(values, parts, there, functions)]
+        return torch.cat(found)
 
-        Arguments are those of `effects`.
-        """
-        every = [0.0]
-        for number, kind in kinds.items():
-            for change in self._changes(int(number), kind):
-                for x in change[:2]:
-                    parts = self._predictors(theta, sites, x)
-                    every.append(sum(float(eta.var(-1, correction=0).sum()) for eta in parts) / len(x))
-        return float(torch.tensor(every).max())  # NaN where there is one
+    def _total(self, family: Family, theta: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
+        total = torch.zeros(theta.shape[1], dtype=torch.float64)
+        for own, rows in self._of_sites(theta, sites):
+            for part in _split(rows, own):
+                total += self._changed(family, own, part, change).sum(0)
+        return total
 
-    def steep(self, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]) -> float:
-        """Return the variance over rows of their predictors, at the draw and where rows are changed so that it is most.
-
-        Arguments are those of `effects`.
-        """
-        every = [torch.zeros(1, dtype=torch.float64)]
-        for number, kind in kinds.items():
-            for change in self._changes(int(number), kind):
-                for x in change[:2]:
-                    parts = [eta for eta in self._predictors(theta, sites, x) if len(eta)]
-                    counts, means = (
-                        torch.tensor([len(eta) for eta in parts]),
-                        torch.stack([eta.mean(0) for eta in parts]),
-                    )
-                    squares = torch.stack([(eta - eta.mean(0)).square().sum(0) for eta in parts])
-                    every.append(over_rows(counts, means, squares))
-        return float(torch.cat(every).max())
-
-    def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
-        total = torch.zeros(draws.shape[1], dtype=torch.float64)
-        for low, high in zip(*(self._predictors(draws, sites, x) for x in change[:2])):
-            total += (family.mean(high) - family.mean(low)).sum(0)
-        return total / change.step
-
-    def _predictors(self, draws: Tensor, sites: Sequence[str], x: Tensor) -> Iterator[Tensor]:
-        """Yield x'θ of rows, some at a time, `(n, S)`."""
-        owners, offset = np.array(self.read.sites, dtype=object), self.read.offset
+    def _of_sites(self, theta: Tensor, sites: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield draws of the coefficients `(S, d)` of each site that has rows, and which these are."""
+        owners = np.array(self.read.sites, dtype=object)
         for number, name in enumerate(sites):
-            mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), draws[number]
-            for part in mine.split(max(1, _NUMBERS // len(theta))):
-                more = 0.0 if offset is None else offset[part, None].to(theta)
-                yield _widened(x[part], theta) @ theta.mT + more
+            mine = torch.from_numpy(np.flatnonzero(owners == name))
+            if len(mine):
+                yield theta[number], mine
+
+    def _changed(self, family: Family, theta: Tensor, rows: Tensor, change: _Change) -> Tensor:
+        """Return by how much the mean response of some rows changes at draws, for a change by one, `(n, S)`."""
+        offset = self.read.offset
+        more = 0.0 if offset is None else offset[rows, None].to(theta)
+        low, high = (family.mean(_widened(x[rows], theta) @ theta.mT + more) for x in change[:2])
+        return (high - low) / change.step
 
     def _changes(self, number: int, kind: str) -> Iterator[_Change]:
         """Yield changes of a variable; of a factor from its first level to each other."""
@@ -227,6 +241,11 @@ class _Table(NamedTuple):
         else:
             low, high, step = _edges(self.frame[name].to_numpy(np.float64), kind, ddof=0)
             yield _Change(encode(low), encode(high), step)
+
+
+def _split(rows: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
+    """Return rows in parts of which arrays over rows and draws are small."""
+    return rows.split(max(1, _NUMBERS // len(theta)))
 
 
 def _table(columns: Columns, rows: Any) -> _Table:
@@ -295,28 +314,17 @@ def _table_of(holder: Holder) -> _Table:
 
 
 def _seen(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    return _table_of(holder).seen(bool(about["ones"]))
+    return _table_of(holder).seen(bool(about["ones"]), holder.minimum)
 
 
 def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     drawn, kinds = sent_draws(holder, sent), about["kinds"]
     table = _table_of(holder)
-    if not all(str(number).isdecimal() and kind in _KINDS for number, kind in kinds.items()):
+    known = {str(number) for number in range(len(table.variables))}  # not "01", as which one would be told twice
+    if not (kinds.keys() <= known and all(kind in _KINDS for kind in kinds.values())):
         raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
     theta = by_client(holder, [holder.data], [drawn.at], lambda every: every[0].theta)
-    bounded = holder.minimum > 1 and not drawn.family.precise  # of means that are linear a few numbers tell all
-    if bounded and not table.apart(theta, holder.data.names, kinds) <= APART**2:
-        raise Unanswerable(
-            "where a variable is changed in the site's rows, draws of this question are further apart than draws are "
-            "of a posterior that rows are in; ask with those of a run that has converged, and leave out variables of "
-            "which rows say little, by variables="
-        )
-    if bounded and not table.steep(theta, holder.data.names, kinds) <= STEEP**2:
-        raise Unanswerable(
-            f"where a variable is changed in the site's rows, predictors at a draw have an sd of more than {STEEP:g} "
-            "over the rows: digits of a sum of their means would count the rows at single values"
-        )
-    return table.effects(drawn.family, theta, holder.data.names, kinds)
+    return table.effects(drawn.family, theta, holder.data.names, kinds, sent.get("phi"), holder.minimum, holder.key)
 
 
 def _count(form: Form) -> dict[str, Tensor]:
@@ -332,7 +340,7 @@ def _totals(form: Form) -> dict[str, Tensor]:
         for number, kind in form.about["kinds"].items()
     ]
     total = torch.empty(len(form.sent["phi"]), sum(sizes), dtype=torch.float64)
-    return {"total": total, "rows": torch.zeros(()).double()}
+    return {"total": total, "rows": torch.zeros(()).double(), "moved": torch.empty_like(total[0])}
 
 
 VARIABLES = Kind("variables", "margins", _seen, _count)

@@ -48,7 +48,8 @@ class Holder(NamedTuple):
     evaluate: Evaluate
     first: int = 0  # the number of its first client among all
     frame: Any = None  # of which rows were made, or rows to average over
-    minimum: int = 1  # rows behind each number that it tells by cells or bins
+    minimum: int = 1  # rows that share what is told of any, see `held`
+    key: Tensor | None = None  # of the secret numbers by which a holder with a minimum moves what it tells
     drawn: Any = None  # where draws come from, if they are not sent
     beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # of other runs' rows, and what is sent of these
 
@@ -77,7 +78,6 @@ class Kind(NamedTuple):
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
     weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
-    exact: bool = False  # whether it is counts of rows, or the same at all draws: no sum of which digits are of rows
 
 
 def ask(

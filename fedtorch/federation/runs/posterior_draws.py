@@ -7,7 +7,8 @@ client: a function returns sums over the rows of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
 DrawnAt = Callable[[ClientData, Tensor, Tensor], Any]  # (a block of clients, their ids, numbers of their names)
-APART = 1.0  # sds over draws of rows' predictors, at most, at sites; of d coefficients and n rows they are √(d / n)
-STEEP = 5.0  # sds over rows of a draw's predictors, at most, where means are not linear in them
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
@@ -98,23 +97,60 @@ def given_shared(model: Model, phi: Tensor, key: Tensor) -> Draws:
 
 
 def summed(
-    holder: Holder, every: Sequence[FederatedData], drawn: Sequence[DrawnAt], function: Callable[[list[Any]], Tree]
-) -> Tree:
-    """Return a function's sums over each client's rows, added up over the clients.
+    holder: Holder,
+    every: Sequence[FederatedData],
+    drawn: Sequence[DrawnAt],
+    of_rows: Callable[[list[Any], slice], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Return sums of a function over all rows, by name.
 
     Args:
         holder: whose clients compute.
         every: the rows that each source is of; the same clients with as many rows each.
         drawn: (a block of clients, their ids, numbers of their names) -> draws at these, such as `Draws.at`.
-        function: all draws at some clients -> a tree of `(K, ...)`.
+        of_rows: (all draws at some clients, some rows of each) -> values of these rows `(K, n, ...)`.
     """
-    return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, function))
+
+    def added(sources: list[Any]) -> dict[str, Tensor]:
+        mask, parts = sources[0].mask, list(sources[0].parts())
+        each = [tree.map(partial(masked_sum, mask=mask[:, part]), of_rows(sources, part)) for part in parts]
+        return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *each)
+
+    sums: dict[str, Tensor] = tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, added))
+    return sums
+
+
+def each_row(
+    holder: Holder,
+    every: Sequence[FederatedData],
+    drawn: Sequence[DrawnAt],
+    in_parts: Callable[[list[Any]], Iterable[tuple[slice, dict[str, Tensor]]]],
+) -> dict[str, Tensor]:
+    """Return what a function makes of each row `(N, ...)`, where the rows of all clients are in this process.
+
+    Arguments are those of `summed`, but for a function of all draws at some clients, which yields rows in parts.
+    """
+    found: list[dict[str, Tensor]] = []
+
+    def kept(sources: list[Any]) -> Tensor:
+        mask = sources[0].mask
+        for part, values in in_parts(sources):
+            found.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
+        count: Tensor = mask.sum(1)
+        return count
+
+    by_client(holder, every, drawn, kept)
+    rows: dict[str, Tensor] = tree.concatenate(found)
+    return rows
 
 
 def by_client(
     holder: Holder, every: Sequence[FederatedData], drawn: Sequence[DrawnAt], function: Callable[[list[Any]], Tree]
 ) -> Tree:
-    """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
+    """Return a function's sums over the rows of each client, `(K, ...)` in their order.
+
+    Arguments are those of `summed`, but for a function of all draws at some clients that returns a tree of `(K, ...)`.
+    """
     first = every[0]
     who = torch.stack([torch.tensor(holder.numbers), holder.names], 1)
     of_rows = who.repeat_interleave(first.counts, 0).to(first.device)
@@ -147,19 +183,6 @@ def site_draws(run: Run, drawn: Draws) -> Tensor:
     """
     theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [drawn.at], lambda every: every[0].theta)
     return theta
-
-
-def over_rows(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:
-    """Return variances over all rows `(S,)`, from parts' numbers of rows `(P,)`, means and sums of squares `(P, S)`.
-
-    The squares are of differences from the part's own mean.
-
-    >>> over_rows(torch.tensor([2.0, 2.0]), torch.tensor([[1.0], [5.0]]), torch.tensor([[2.0], [0.0]]))
-    tensor([4.5000])
-    """
-    weights = counts.to(means)[:, None]
-    mean = (weights * means).sum(0) / weights.sum()
-    return (squares + weights * (means - mean).square()).sum(0) / weights.sum()
 
 
 def masked_sum(values: Any, mask: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fedtorch import expected
@@ -62,7 +63,7 @@ def agree(
     Raises:
         ValueError: a formula or a declaration that is none; a site refuses, or the sites tell too little. The message
             names site and column.
-        TimeoutError: a site did not come, or did not answer.
+        TimeoutError: a site did not come, or did not answer in time.
 
     Example:
         >>> import threading, pandas, fedtorch as ft
@@ -99,13 +100,25 @@ def _half(sites: Sites, request: Request | Design, run: str, seconds: float) -> 
         payload = frames.encode("agree", run=run, sequence=number, question=question)
         for name in names:
             yield Send(name, payload, sequence=number)
-        heard = yield Receive(names, frames.reading(_read), least=len(names), seconds=seconds)
+        refused: dict[str, str] = {}
+        read = partial(_answer_or_refusal, refused)
+        heard = yield Receive(names, read, least=len(names), seconds=seconds)
+        if refused:
+            raise ValueError(f"Expected answers of all sites, but some refuse: {reasons(refused)}")
         if heard.missing:
             raise TimeoutError(f"Expected answers of all sites within {seconds:g} s, but got {reasons(heard.missing)}")
         try:
             question = talk.send(heard.messages)
         except StopIteration as done:
             return done.value
+
+
+def _answer_or_refusal(refused: dict[str, str], site: str, came: bytes | Frame) -> dict[str, Any]:
+    """Return a site's answer; of one that refuses keep why."""
+    frame = came if isinstance(came, Frame) else frames.read(came, site)
+    if frame.kind == "refusal":
+        refused[site] = frame.text("reason")[:1000]
+    return frames.reading(_read)(site, frame)
 
 
 def _read(site: str, frame: Frame) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import is_finite
@@ -17,21 +16,14 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
-from fedtorch.federation.runs.posterior_draws import (
-    APART,
-    STEEP,
-    Drawn,
-    by_client as by_client_of,
-    masked_sum,
-    over_rows,
-    sent_draws,
-)
+from fedtorch.federation.runs.held import held, held_posterior
+from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
-from fedtorch.sites.rounds.policy import AFTER_FIT, Policy, Refusal
+from fedtorch.sites.rounds.policy import Refusal, in_one
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
@@ -40,21 +32,67 @@ if TYPE_CHECKING:
     from fedtorch.federation.runs.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
-_BY_DRAW = ("densities", "margins", "checks")  # what is told as sums over rows at draws
 _MOST_BESIDE = 100  # other runs in one question
-_FINER = {"densities": 12, "margins": 8, "checks": 8}  # binary digits of sums beyond log₂√rows; the latter by draw
-_MOST_APART = 3  # models of one question that may predict rows differently, such as one without the best covariate
 
 
-def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
-    """Return what makes metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
+def scores(
+    clients: LocalClients,
+    inboxes: Inboxes,
+    data: FederatedData,
+    wanted: Mapping[str, Any],
+    together: bool,
+    minimum: int,
+    key: Tensor,
+) -> Tree:
+    """Return metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
+
+    Where the minimum is above one, those that are sums over rows are held.
+
+    Args:
+        clients: of the site.
+        inboxes: what those that are asked have heard.
+        data: their validation rows.
+        wanted: metrics by name.
+        together: whether the sum over all clients is told, in the place of the first, as where one has few rows.
+        minimum, key: see `held`.
 
     Raises:
         Refusal: the algorithm does not predict.
     """
-    if algorithm.predict is None:
+    if clients.algorithm.predict is None:
         raise Refusal("the algorithm does not predict")
-    return Sums(algorithm.predict, wanted, inputs_and_targets, in_process=False).of_block
+    sums = Sums(clients.algorithm.predict, wanted, inputs_and_targets, in_process=False)
+    every = by_client(clients, inboxes, data, sums.of_block)
+    if minimum <= 1:
+        return every
+    told = [tree.map(lambda leaf, k=k: leaf[k : k + 1], every) for k in range(len(data))]
+    rows = []
+    with torch.no_grad():
+        for k in range(len(data)):
+            [(_, block)] = data.select([k]).buckets()
+            rows.append(sums.of_each_row(clients.tensors(inboxes, inboxes.ids[k : k + 1]), block))
+    if together:
+        shared = {name: [one[name] for one in rows] for name in rows[0] if all(name in one for one in rows)}
+        rows = [{name: tree.concatenate(each) for name, each in shared.items()}]
+        told = [in_one(every)]
+    for k, (one, of_rows) in enumerate(zip(told, rows)):
+        for name, leaves in of_rows.items():
+            sum_of_rows = _held_sums(leaves, minimum, random.fold_in(key, k))
+            after = tree.map(lambda leaf: torch.zeros_like(leaf[1:]), one[name].sums)
+            one[name] = one[name]._replace(sums=tree.concatenate([sum_of_rows, after]))
+    return tree.concatenate(told)
+
+
+def _held_sums(rows: Tree, minimum: int, key: Tensor) -> Tree:
+    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are."""
+    leaves = tree.leaves(rows)
+    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key).total
+    parts = whole.split([leaf[:1].numel() for leaf in leaves])
+    shaped = [
+        (part if leaf.is_floating_point() else part.round()).to(leaf.dtype).reshape(1, *leaf.shape[1:])
+        for part, leaf in zip(parts, leaves)
+    ]
+    return tree.refill(rows, shaped)
 
 
 def by_client(
@@ -88,144 +126,12 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
         raise frame.refused("shapes of tensors", str(error)) from None
 
 
-def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: Policy) -> None:
-    """Refuse draws at which sums over rows would tell single rows: more of them than a posterior needs, or others.
-
-    A sum at a draw of large coefficients counts the rows on one side of a plane, or in a slab. Draws of one posterior
-    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart. More
-    than a few models that are compared are held to the same together, else each of a hundred could have a plane of its
-    own. A few tell what one question at a single draw tells anyway. At a draw that is steep over the rows the digits of
-    one sum, each of another value of a column, would count the rows there, or those in a slab: predictors have a small
-    sd over the site's rows.
-
-    Raises:
-        Refusal: they are too many, too far apart or too steep.
-    """
-    if kind.tells not in _BY_DRAW or "phi" not in sent:
-        return
-    told, every = AFTER_FIT[kind.tells], [*holder.beside, (holder, sent)]
-    if (most := max(len(its["phi"]) for _, its in every)) > policy.draws:
-        raise Refusal(
-            f"the site tells {told} at no more than {policy.draws} draws in one question, but was sent "
-            f"{most}; ask with fewer, such as by draws=; its side would allow it by a larger Policy(draws=)"
-        )
-    if policy.minimum == 1:
-        return
-    sources, counts = [sent_draws(one, its).at for one, its in every], holder.data.counts[:, None]
-    data = [one.data for one, _ in every]
-    apart = by_client_of(holder, data, sources, _apart)
-    alone = (apart / counts)[counts[:, 0] >= policy.minimum] if kind.by_client else apart[:0]
-    within, between = (torch.cat([alone, apart.sum(0, keepdim=True) / counts.sum()]) <= APART**2).split(
-        [len(every), apart.shape[1] - len(every)], dim=1
-    )
-    if not bool(within.all()):
-        raise Refusal(
-            f"the site tells {told} at draws of one posterior, and those of this question are further apart than "
-            "draws are of a posterior that its rows are in; ask with those of a run that has converged, and of fewer "
-            "coefficients where rows say little of some"
-        )
-    if len(every) > _MOST_APART and not bool(between.all()):
-        raise Refusal(
-            f"the site tells {told} of more than {_MOST_APART} models together where they predict its rows alike, and "
-            f"those of this question are further apart; compare at most {_MOST_APART} of them at a time"
-        )
-    for moments in by_client_of(holder, data, sources, _over_rows).values():
-        enough = holder.data.counts >= policy.minimum if kind.by_client else holder.data.counts < 0
-        together = over_rows(holder.data.counts, moments["mean"], moments["squares"])
-        each = moments["squares"][enough] / counts[enough]
-        if not bool((torch.cat([together[None], each]) <= STEEP**2).all()):
-            raise Refusal(
-                f"the site tells {told} at draws at which its rows' predictors have an sd of at most {STEEP:g}, and at "
-                "one of this question they have a larger one: digits of a sum would count the rows at single values; "
-                "ask with those of a run that has converged, and of fewer coefficients where they separate the rows"
-            )
-
-
-def _apart(drawn: list[Drawn]) -> Tensor:
-    """Return sums over clients' rows of the variances of a row's predictor over draws, `(K, models + families)`.
-
-    They are those over the draws of each model, and then over those of all models of a family, each of which counts
-    the same, however many draws it has. They are in units of the response's noise, of the draw that has least, where
-    its family has one. Of ordered responses the predictor is that of the threshold at which it varies most.
-    """
-    families: dict[tuple[Any, ...], list[int]] = {}
-    for number, one in enumerate(drawn):
-        families.setdefault((one.family.name, *one.scale.shape[2:]), []).append(number)
-    mask = drawn[0].mask
-    total = torch.zeros(len(mask), len(drawn) + len(families), dtype=torch.float64)
-    for place, members in enumerate(families.values(), len(drawn)):
-        models = [drawn[number] for number in members]
-        for part in max(models, key=lambda one: one.theta.shape[1]).parts():
-            near = models[0].predictor(part)[..., :1]  # from which differences have more digits than far values
-            planes = [_planes(one, part, near) for one in models]
-            known = [one.scales(part).amin(-1) if one.family.precise else torch.ones(()) for one in models]
-            units = [unit.expand_as(mask[:, part]) for unit in known]  # of a row, where it has a weight
-            each = torch.stack([values.var(2, correction=0) for values in planes], -1)
-            means = torch.stack([values.mean(2) for values in planes], -1)
-            joint = (each.mean(-1) + means.var(-1, correction=0)).amax(-1) / torch.stack(units).amin(0)
-            own = each.amax(2) / torch.stack(units, -1)
-            total[:, members] += masked_sum(own, mask[:, part])
-            total[:, place] += masked_sum(joint, mask[:, part])
-    return total
-
-
-def _over_rows(drawn: list[Drawn]) -> dict[str, dict[str, Tensor]]:
-    """Return means and sums of squares over clients' rows of predictors at each draw, `(K, S)`, by number of the model.
-
-    Models are left out whose means are linear in the predictor: of their rows' squares and products a few numbers,
-    which are the same at all draws, tell all.
-    """
-    found = {}
-    for number, one in enumerate(drawn):
-        if one.family.precise or not one.mask.shape[1]:
-            continue
-        near = one.predictor(slice(0, 1))  # from which differences have more digits than far values
-        total = near.new_zeros(2, len(near), near.shape[-1])
-        for part in one.parts():
-            above = one.predictor(part) - near
-            total += torch.stack([masked_sum(each, one.mask[:, part]) for each in (above, above.square())])
-        count = one.mask.sum(1, keepdim=True).clamp(min=1)
-        mean = total[0] / count
-        found[str(number)] = {"mean": near[:, 0] + mean, "squares": total[1] - count * mean.square()}
-    return found
-
-
-def _digits(tells: str, rows: int) -> int:
-    """Return of how many binary digits a sum over rows is told.
-
-    What is not known of a sum is about √rows of it, by chance. Its other digits tell of single rows, also at draws that
-    are not steep, where somebody knows which values a column may have.
-    """
-    return _FINER[tells] + math.ceil(math.log2(max(rows, 1)) / 2)
-
-
-def _rounded(told: Tree, digits: int) -> Tree:
-    """Return numbers to so many binary digits; whole numbers below 2 to as many are as they were.
-
-    >>> _rounded(torch.tensor([100.0, 100.123456789, -0.1]).double(), 16).tolist()
-    [100.0, 100.123046875, -0.100000381...]
-    """
-
-    def of_leaf(leaf: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(leaf)
-        return torch.ldexp((mantissa * 2.0**digits).round(), exponent - digits)
-
-    return tree.map(of_leaf, told)
-
-
-def _planes(drawn: Drawn, part: slice, near: Tensor) -> Tensor:
-    """Return by how much predictors of some rows are above `near`, before and after thresholds, `(K, n, S, planes)`."""
-    eta = (drawn.predictor(part) - near)[..., None]
-    return eta if drawn.scale.ndim == 2 else torch.cat([eta, eta - drawn.scale[:, None]], -1)
-
-
 def answer(
     frame: Frame,
     kind: Kind,
     sent: Mapping[str, Tensor],
     holder: Holder,
     configured: Callable[[str | None], SiteConfiguration],
-    policy: Policy,
 ) -> bytes:
     """Return a site's answer.
 
@@ -234,8 +140,6 @@ def answer(
         kind, sent: the question.
         holder: the site in this run.
         configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
-        policy: of the site.
-
     Raises:
         Refusal: the site cannot or may not, or other runs are of algorithms, rows or clients that it does not have.
     """
@@ -249,13 +153,12 @@ def answer(
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
         beside.append((one, sent_beside(sent, number)))
     holder = holder._replace(beside=beside)
-    check_draws(kind, sent, holder, policy)
     try:
         told = kind.answer(holder, sent, frame.names("about"))
     except Unanswerable as error:
         raise Refusal(str(error)) from error
-    if kind.tells in _BY_DRAW and not kind.exact and policy.minimum > 1:
-        told = _rounded(told, _digits(kind.tells, int(holder.data.counts.sum())))
+    if isinstance(told, DevicePosterior) and holder.key is not None and holder.minimum > 1:
+        told = held_posterior(told, holder.data.counts, holder.minimum, holder.key)
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 

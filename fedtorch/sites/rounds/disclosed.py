@@ -22,21 +22,26 @@ _WHO = Learns(
 )
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
 _SCORES = Learns(
-    "how well validation rows are predicted, by as many models as the server sends",
+    "how well validation rows are predicted, by as many models as the server sends; of sums over rows, where the "
+    "policy counts rows, moved by what `minimum` rows have",
     "attacks.membership",
     "Policy(minimum=…, rounds=…)",
 )
+_MOVED = "; where the policy counts rows, moved by what `minimum` rows have"
 _TOLD = {
-    "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
-    "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(after_fit=(…))"),
+    "effects": Learns(
+        "a client's posterior: of few rows, what a fit to them tells" + _MOVED, helps="Policy(after_fit=(…))"
+    ),
+    "densities": Learns(
+        "a site's likelihood at points that the server chooses" + _MOVED, helps="Policy(after_fit=(…), rounds=…)"
+    ),
     "margins": Learns(
-        "sums of changes of the mean response at draws of one posterior; of draws that are alike, who is in a slab",
-        helps="Policy(after_fit=(…), draws=…, rounds=…)",
+        "sums of changes of the mean response at draws that the server chooses" + _MOVED,
+        helps="Policy(after_fit=(…), rounds=…)",
     ),
     "checks": Learns(
-        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; to an active server, which "
-        "knows by which numbers responses are drawn anew, what single rows are predicted to be",
-        helps="Policy(after_fit=(…), draws=…, rounds=…)",
+        "sums of responses by bins of at least `minimum` rows, observed and drawn anew" + _MOVED,
+        helps="Policy(after_fit=(…), rounds=…)",
     ),
 }
 _COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that they are there"

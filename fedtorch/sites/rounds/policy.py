@@ -55,7 +55,6 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # that formulas may read, those of clients and persons never; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    draws: int = 1000  # of a model, in a question for "densities", "margins" or "checks", told as sums over rows
     refusals: int = 10  # that fail by what is in rows, in all; then nothing more is answered, under masks by chance
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
@@ -76,10 +75,10 @@ class Policy(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError unless they are in range."""
-        if self.minimum < 1 or min(self.designs, self.refusals) < 0 or self.draws < 1 or isinstance(self.columns, str):
+        if self.minimum < 1 or min(self.designs, self.refusals) < 0 or isinstance(self.columns, str):
             raise ValueError(
-                f"Expected a minimum of at least 1 row, at least 1 draw, columns as a tuple, and no negative number of "
-                f"designs or refusals, but got {self}"
+                f"Expected a minimum of at least 1 row, columns as a tuple, and no negative number of designs or "
+                f"refusals, but got {self}"
             )
         if self.person is not None and not isinstance(self.person, str):
             raise ValueError(f"Expected person= as a column of the site's frame, but got {self.person!r}")

@@ -35,7 +35,7 @@ from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
-from fedtorch.sites.rounds.policy import OTHER_ROWS, Refusal, Watch, check_sizes, in_one
+from fedtorch.sites.rounds.policy import OTHER_ROWS, Refusal, Watch, check_sizes
 from fedtorch.sites.secure.grid import largest_of
 from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
@@ -428,19 +428,26 @@ class SiteSession:
     def _told_of(self, info: dict[str, Tensor], ids: Tensor, drawing: Turn) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
-        Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
-        told of all clients only, NaN of others.
+        Means of two cohorts tell those that are in one of them only. Where the memory of past sums does not know
+        their rows they are told of all clients only, NaN of others.
         """
         told = {}
         for name, values in info.items():
             taken = self._taken(drawing, name)
             if len(self._rows.few(ids, taken)) == 0:
                 told[name] = values
-            elif self._silent and len(ids) < self._count:
-                told[name] = torch.full_like(values, torch.nan)
-            else:
+            elif len(ids) == self._count or self._is_remembered(ids, taken):
                 told[name] = self._rows.joined(values, ids, taken)
+            else:
+                told[name] = torch.full_like(values, torch.nan)
         return told
+
+    def _is_remembered(self, ids: Tensor, taken: int | None) -> bool:
+        """Return whether past sums keep two cohorts apart by enough of the rows that are in a number of theirs.
+
+        They count all rows of clients, of which a last batch has fewer, and know no cohorts where nothing is sent.
+        """
+        return not self._silent and len(self._rows.few(ids, taken)) == len(self._rows.few(ids))
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""
@@ -469,10 +476,17 @@ class SiteSession:
         if few and additive:
             one_of(inboxes.inbox)
         self.watch.count()
-        sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
-        chosen = validation.select(inboxes.ids - self.first)
-        every = after_fit.by_client(self.clients, inboxes, chosen, sums)
-        every = in_one(every) if few and additive else every
+        metrics = {name: self.configuration.metrics[name] for name in wanted}
+        chosen, minimum = validation.select(inboxes.ids - self.first), self.watch.policy.minimum
+        of_all = {
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(inboxes.ids),
+            "names": self._names[inboxes.ids],
+            "rows": noted(validation),
+        }
+        key = self._key("scores", _KEY, of_all, {"metrics": wanted, "minimum": minimum})
+        asked = (self.clients, inboxes, chosen, metrics, few and additive)
+        every = after_fit.scores(*asked, minimum, key)
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -497,14 +511,21 @@ class SiteSession:
         if self._few and self.algorithm.exchange.additive:
             one_of(inboxes.inbox)
         evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
-        minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
+        minimum *= configuration.rows_of_a_person()  # so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
-        about = {"question": kind.name, "about": dict(frame.names("about"))}
-        of_all = {"sent": sent, "states": self.clients.table.read(inboxes.ids), "names": self._names[inboxes.ids]}
+        about = {"question": kind.name, "about": dict(frame.names("about")), "minimum": minimum}
+        of_all = {
+            "sent": sent,
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(inboxes.ids),
+            "names": self._names[inboxes.ids],
+            "rows": noted(data),  # of which one may be new
+        }
         own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
-        sent = {**sent, **own}
-        return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
+        if minimum > 1:
+            holder = holder._replace(key=self._key("what is told of rows", _KEY, of_all, about))
+        return after_fit.answer(frame, kind, {**sent, **own}, holder, beside)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""

@@ -29,6 +29,7 @@ _HALF, _MASK = 32, 2**32 - 1
 _PLACES = 160  # bits behind the point in the limbs of `fedtorch.exact`
 _ROOM = 20  # bits of a 320-bit number that are left for sums
 _WORD, _DOUBLE = 64, 53  # bits of a word, and of a float64 without its exponent
+_SIGNIFICANT = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8, torch.complex64: 24}  # bits, of others 53
 _DEPTH = 33  # bits below the largest number sent that noise reaches: it covers what sums of 2²⁰ times that do not have
 
 
@@ -76,17 +77,18 @@ class Grid(NamedTuple):
         """Return whether `total` takes numbers: those that are finite."""
         return bool(values.isfinite().all())
 
-    def total(self, values: Tensor, draws: Tensor, largest: float) -> Tensor:
+    def total(self, values: Tensor, draws: Tensor, largest: float, digits: Tensor | int = _DOUBLE) -> Tensor:
         """Return words of the sum of finite numbers of any size `(K, D)`, modulo 2⁶⁴, `(D,)` int64.
 
-        A float64 beyond 2^(53 − bits) has no digits at the end of its word. How many are missing would tell how large
-        it is, so chance takes their place, and at least the place of all below 2⁻³³ of the largest number that was
-        sent: none up to 2⁸ with 24 bits.
+        A float64 beyond 2^(53 − bits) has no digits at the end of its word, and a float32 beyond 2^(24 − bits) has
+        none. How many are missing would tell how large it is, so chance takes their place, and at least the place of
+        all below 2⁻³³ of the largest number that was sent: none up to 2⁸ with 24 bits.
 
         Args:
             values: of K clients.
             draws: `(D,)` int64, all 64 bits random.
             largest: of the numbers, in size, from which these were computed and which whoever reads the sum has sent.
+            digits: binary ones that the numbers have, see `digits_of`, `(D,)`.
         """
         fraction, exponent = torch.frexp(values.to(torch.float64))
         places = exponent.to(torch.int64) + (self.bits - _DOUBLE)  # of the last digit; below 0 it is rounded away
@@ -94,7 +96,8 @@ class Grid(NamedTuple):
         near = (torch.where(places < 0, values, 0.0) * 2.0**self.bits).round().to(torch.int64)
         words = torch.where(places >= _WORD, 0, torch.where(places < 0, near, whole)).sum(0)
         sent = math.frexp(largest)[1] + self.bits - _DEPTH if largest else 0
-        chance = torch.cat([places, torch.full_like(draws[None], sent)]).amax(0).clamp(0, _WORD)
+        ends = torch.where(fraction == 0, 0, places + (_DOUBLE - digits))  # of what digits numbers have
+        chance = torch.cat([ends, torch.full_like(draws[None], sent)]).amax(0).clamp(0, _WORD)
         return words + torch.where(chance > 0, draws >> (_WORD - chance).clamp_max(_WORD - 1), 0)
 
     def within(self, sums: Tensor, clients: int) -> bool:
@@ -173,7 +176,7 @@ class ExactSums(NamedTuple):
         """Return whether numbers are in limbs, and so finite."""
         return values.shape[-1] % LIMBS == 0 and bool(((values.round() == values) & (values.abs() <= 2.0**53)).all())
 
-    def total(self, values: Tensor, draws: Tensor, largest: float) -> Tensor:
+    def total(self, values: Tensor, draws: Tensor, largest: float, digits: Tensor | int = _DOUBLE) -> Tensor:
         """Return words of the sum of numbers in limbs `(K, 10 n)`, modulo 2³²⁰, `(5 n,)`; all is exact."""
         words, _ = self._words(values)
         return reduce(lambda one, other: ring.add(one, other, self.width), words, torch.zeros_like(draws))
@@ -188,6 +191,16 @@ class ExactSums(NamedTuple):
         top = limbs[:, -1]
         limbs[:, -1] = torch.where(top >= 2 ** (_HALF - 1), top - 2**_HALF, top)
         return limbs.flatten().to(torch.float64)
+
+
+def digits_of(messages: Tree) -> Tensor:
+    """Return how many significant binary digits numbers have by the dtypes of their leaves `(K, ...)`, `(D,)`.
+
+    >>> digits_of({"bias": torch.zeros(4, 1), "weight": torch.zeros(4, 2, dtype=torch.float64)})
+    tensor([24, 53, 53])
+    """
+    sizes = [(leaf.shape[1:].numel() * (1 + leaf.is_complex()), leaf.dtype) for leaf in tree.leaves(messages)]
+    return torch.cat([torch.full((size,), _SIGNIFICANT.get(dtype, _DOUBLE)) for size, dtype in sizes])
 
 
 def largest_of(sent: Tree) -> float:

@@ -30,7 +30,7 @@ from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
 from fedtorch.random.entropy import Entropy, Purpose, from_system
-from fedtorch.sites.secure.grid import ExactSums, Grid
+from fedtorch.sites.secure.grid import ExactSums, Grid, digits_of
 from fedtorch.sites.secure.messages import Session
 from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.sites.secure.parties import Client
@@ -178,11 +178,16 @@ class Masked:
         """
         summed = tree.map(as_sums, found.rows.message, is_leaf=(Mean, Sum))
         values, width = rows(summed).cpu(), self.grid.width
+        weigh = lambda node: node._replace(weight=node.weight.double()) if isinstance(node, Mean) else node
+        exactly_weighed = tree.map(weigh, found.rows.message, is_leaf=(Mean, Sum))
         session, entropy = self._session(parties, values), from_system()
         drawn = entropy.words(Purpose(parties.run, 0, parties.attempt, f"digits of {number}", b""), session.size)
         check, draws = drawn.split([width, session.size - width])
         if found.whole and self.grid.has(values):
-            check, draws = torch.zeros_like(check), self.grid.total(values, draws, found.largest)
+            check, draws = (
+                torch.zeros_like(check),
+                self.grid.total(values, draws, found.largest, digits_of(exactly_weighed)),
+            )
             if beyond := _beyond(self.grid, found.rows.ids, summed):
                 _LOG.warning("the sum under masks may be lost: client %d: %s", int(beyond.ids[0]), beyond.message)
         key = Ed25519PrivateKey.from_private_bytes(signing)

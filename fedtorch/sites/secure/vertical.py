@@ -64,7 +64,7 @@ from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
-from fedtorch.sites.secure.grid import Grid, largest_of
+from fedtorch.sites.secure.grid import Grid, digits_of, largest_of
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
@@ -191,7 +191,7 @@ def _masked_party(
             _remember(folder, step.start, session)
         words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
         if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
-            words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest)])
+            words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest, digits_of(numbers))])
         else:
             _LOG.warning("party %d has values that are not finite, so that the sum of all is chance", party)
         if not grid.within(numbers, 1):

@@ -191,7 +191,7 @@ def test_a_site_that_brings_rows_says_so() -> None:
     rows = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["b"])
     host.brought["b"] = SiteConfiguration(rows, {"it": regression})
     host.start("b")
-    with pytest.raises(TimeoutError, match="'b': the site brings rows, and no frame"):
+    with pytest.raises(ValueError, match="'b': the site brings rows, and no frame"):
         agree(host, NAMES, FORMULA, **ASK)
 
 

@@ -2,37 +2,70 @@
 
 A hundred and more rows at one site, and eighty people whose age and body mass index a server knows, of whom forty are
 there. A sum of changes of the mean response at a draw of large coefficients counts the rows in a thin slab of the
-columns' space: with a slab through each person one question tells who is there.
+columns' space: with a slab through each person one question tells who is there. What sites tell is held by one rule
+(`federation.runs.held`): with it the same attacks are right as often as a coin.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, hypergeom
 from support.loopback import Clock, Loopback
 from support.sites import offers
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs import held as holding
 from fedtorch.federation.runs.holders import _described
 from fedtorch.inference import checks
+from fedtorch.inference.questions import QUESTIONS
 from fedtorch.models.hierarchical import generalised, linear, normal
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import _after_fit as after_fit, sites as meeting
 
 PEOPLE, ROWS = 80, 200
-MARGINS = Policy(after_fit=("margins", "checks"))
+EVERY = Policy(after_fit=("effects", "densities", "margins", "checks"))
+SINGLE = EVERY._replace(minimum=1)
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch, same_secret: None) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
+
+
+def chance(right: int, trials: int) -> bool:
+    """Whether a coin is right as often, but for once in ten thousand times."""
+    low, high = binom.interval(0.9999, trials, 0.5)
+    return bool(low <= right <= high)
+
+
+def chance_of_halves(right: int) -> bool:
+    """Whether who picks forty of eighty people without looking has as many of all of them right."""
+    low, high = hypergeom(PEOPLE, PEOPLE // 2, PEOPLE // 2).interval(0.9999)
+    return bool(2 * low <= right <= 2 * high)
+
+
+def hosted(data: ft.data.FederatedData, make: Callable[[], ft.Algorithm], policy: Policy, rounds: int = 1) -> ft.Run:
+    """A run over one site."""
+    host = Loopback(offers(data, make, sites=1, policy=policy), None)
+    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+    for _ in range(rounds):
+        run.step()
+    return run
+
+
+def asked(run: ft.Run, sent: dict[str, Tensor], question: str = "effects", **about: Any) -> Any:
+    """What the site tells at what it is sent."""
+    return run.clients.ask(run.outbox, question, {**sent, "key": ft.random.key(0)}, about)
 
 
 class Site(NamedTuple):
@@ -44,14 +77,13 @@ class Site(NamedTuple):
 
     def at(self, phi: Tensor, question: str = "effects", **about: Any) -> dict[str, Tensor]:
         """What the site tells at these values of the coefficients `(S, 3)`."""
-        sent = {"phi": phi, "key": ft.random.key(0)}
-        about = about or {"kinds": {"1": "number"}}
-        answer: dict[str, Tensor] = self.run.clients.ask(self.run.outbox, question, sent, about)
+        answer: dict[str, Tensor] = asked(self.run, {"phi": phi}, question, **(about or {"kinds": {"1": "number"}}))
         return answer
 
 
-def fitted(policy: Policy, seed: int = 0, smokers: bool = True, again: bool = False) -> Site:
-    """A fit to rows of which, without smokers, another column is 0 in all, or, where it is there again, their age."""
+@functools.cache
+def fitted(policy: Policy, seed: int = 0, smokers: bool = True) -> Site:
+    """A fit to rows of which, without smokers, another column is 0 in all."""
     draws = torch.Generator().manual_seed(seed)
     normals = lambda *size: torch.randn(*size, generator=draws, dtype=torch.float64)
     people, there = normals(PEOPLE, 2), torch.randperm(PEOPLE, generator=draws) < PEOPLE // 2
@@ -59,18 +91,12 @@ def fitted(policy: Policy, seed: int = 0, smokers: bool = True, again: bool = Fa
     own = torch.cat([people[there], others])
     x = torch.cat([torch.ones(ROWS, 1).double(), own], 1)
     names = ["Intercept", "age", "bmi"]
-    if again:
-        x, names = torch.cat([x, x[:, 1:2]], 1), [*names, "years"]
     if not smokers:
         x, names = torch.cat([x, torch.zeros_like(x[:, :1])], 1), [*names, "smoker"]
     y = (torch.rand(ROWS, generator=draws).double() < (own @ torch.tensor([0.8, -0.5]).double()).sigmoid()).double()
     data = ft.data.from_tensors([(x, y)])
     make = lambda: ft.ep(generalised.logistic(normal(len(names), random=[], names=names)))
-    host = Loopback(offers(data, make, sites=1, policy=policy), None)
-    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-    for _ in run.rounds(8):
-        pass
-    return Site(run, people, there)
+    return Site(hosted(data, make, policy, rounds=8), people, there)
 
 
 def slabs(people: Tensor, seed: int, steepness: float = 1e5) -> Tensor:
@@ -87,71 +113,63 @@ def right(site: Site, told: Tensor) -> int:
     return int((guess == site.there).sum())
 
 
+def at_slabs(policy: Policy, seed: int) -> int:
+    site = fitted(policy, seed)
+    return right(site, site.at(slabs(site.people, seed))["total"][:, 0].abs())
+
+
 def test_one_question_at_a_slab_for_each_person_tells_who_is_there() -> None:
     """Where the site's policy counts single rows, or where there was no rule."""
-    site = fitted(MARGINS._replace(minimum=1))
-    told = site.at(slabs(site.people, 0))["total"][:, 0]
-    assert right(site, told.abs()) == PEOPLE
+    for seed in range(3):
+        assert at_slabs(SINGLE, seed) == PEOPLE
+        assert chance_of_halves(at_slabs(EVERY, seed))
 
 
-@pytest.mark.parametrize("question", ["effects", "calibration", "means"])
-def test_chosen_draws_are_refused(question: str) -> None:
-    site = fitted(MARGINS)
-    with pytest.raises(
-        RuntimeError, match=r"tells .* at draws of one posterior, and those of this question are further"
-    ):
-        site.at(slabs(site.people, 0), question, kinds={"1": "number"})
+def beside(people: Tensor, seed: int) -> Tensor:
+    """Two planes beside each person, so near that nobody else is between them, `(160, 3)`."""
+    planes = slabs(people, seed, 1e7)[:, None].expand(-1, 2, -1).clone()
+    planes[..., 0] += torch.tensor([-50.0, 50.0]).double()
+    return planes.flatten(0, 1)
+
+
+def between_planes(policy: Policy, seed: int) -> int:
+    """By how many responses drawn anew are on either side of two planes beside each person."""
+    site = fitted(policy, seed)
+    told = site.at(beside(site.people, seed), "means", none=0)["replicated"][0].unflatten(0, (-1, 2))
+    return right(site, told[:, 1] - told[:, 0])
+
+
+def test_responses_drawn_anew_on_both_sides_of_a_plane_tell_who_is_there() -> None:
+    for seed in range(3):
+        assert between_planes(SINGLE, seed) == PEOPLE
+        assert chance_of_halves(between_planes(EVERY, seed))
+
+
+def by_thresholds(policy: Policy, seed: int) -> int:
+    """By draws that are alike at the rows, but for a column that is 0 in all of them, until it is changed."""
+    site = fitted(policy, seed, smokers=False)
+    slope = 1e5 * torch.tensor([3.0, 2.0]).double()
+    level = -(site.people @ slope)
+    thresholds = torch.stack([level - 20, level + 20], 1).flatten()  # a plane on either side of each person
+    phi = torch.cat([torch.zeros(1).double(), slope, torch.zeros(1).double()]).repeat(len(thresholds), 1)
+    phi[:, 3] = thresholds
+    return right(site, site.at(phi, kinds={"3": "binary"})["total"][:, 0].unflatten(0, (-1, 2)).diff(dim=1)[:, 0])
 
 
 def test_thresholds_by_a_column_that_is_the_same_in_all_rows() -> None:
-    """Draws that differ in its coefficient alone are alike at the rows; at rows in which it is changed they are not."""
-
-    def told(policy: Policy, steepness: float = 1e5) -> tuple[Site, Tensor]:
-        site = fitted(policy, smokers=False)
-        slope = steepness * torch.tensor([3.0, 2.0]).double()
-        level = -(site.people @ slope)
-        thresholds = torch.stack([level - 20, level + 20], 1).flatten()  # a plane on either side of each person
-        phi = torch.cat([torch.zeros(1).double(), slope, torch.zeros(1).double()]).repeat(len(thresholds), 1)
-        phi[:, 3] = thresholds
-        return site, site.at(phi, kinds={"3": "binary"})["total"][:, 0].unflatten(0, (-1, 2)).diff(dim=1)[:, 0]
-
-    site, between = told(MARGINS._replace(minimum=1))
-    assert right(site, between) == PEOPLE
-    with pytest.raises(
-        RuntimeError, match="where a variable is changed in the site's rows, draws of this question are"
-    ):
-        told(MARGINS, 1.0)
-
-
-def test_too_many_draws_are_refused_whatever_they_are() -> None:
-    site = fitted(MARGINS._replace(draws=200, minimum=1))
-    with pytest.raises(RuntimeError, match=r"no more than 200 draws in one question, but was sent 201; ask with fewer"):
-        site.at(torch.zeros(201, 3).double())
-    assert site.at(torch.zeros(200, 3).double())["total"].shape == (200, 1)
+    for seed in range(3):
+        assert by_thresholds(SINGLE, seed) == PEOPLE
+        assert chance_of_halves(by_thresholds(EVERY, seed))
 
 
 def test_questions_of_ordinary_use_are_answered() -> None:
-    site = fitted(MARGINS)
-    table = ft.inference.marginal_effects(site.run, tolerance=torch.inf)
+    """What is told is about as near to what one process finds as its standard errors are large."""
+    table, exact = (
+        ft.inference.marginal_effects(fitted(policy).run, tolerance=torch.inf) for policy in (EVERY, SINGLE)
+    )
     assert list(table.index) == ["age", "bmi"]
-
-
-def test_draws_that_are_alike_tell_of_no_person_in_a_slab() -> None:
-    site = fitted(MARGINS._replace(minimum=1))
-    for person in (0, 1, 2, 3):
-        told = site.at(slabs(site.people, 0)[person].expand(10, 3))["total"]
-        assert bool((told.abs() > 1).all()) == bool(site.there[person])
-    with pytest.raises(RuntimeError, match="predictors have an sd of at most 5, and at one of this question they have"):
-        fitted(MARGINS).at(slabs(site.people, 0)[0].expand(10, 3))
-
-
-def test_a_draw_that_is_steep_where_a_variable_is_changed_is_refused() -> None:
-    """At the rows a column and its copy have no sum; where one of the two is set to 0, the other is a plane."""
-    phi = torch.tensor([0.0, 1e5, 0.0, -1e5]).double().expand(10, 4)
-    asked = {"kinds": {"1": "binary"}}
-    assert fitted(MARGINS._replace(minimum=1), again=True).at(phi, **asked)["total"].isfinite().all()
-    with pytest.raises(RuntimeError, match="where a variable is changed in the site's rows, predictors at a draw have"):
-        fitted(MARGINS, again=True).at(phi, **asked)
+    assert bool(((table["estimate"] - exact["estimate"]).abs() < exact["sd"]).all())
+    assert bool((table["sd"] / exact["sd"]).between(0.7, 1.6).all())
 
 
 def oldest(policy: Policy, seed: int, base: float = 16.0) -> tuple[int, int]:
@@ -161,146 +179,292 @@ def oldest(policy: Policy, seed: int, base: float = 16.0) -> tuple[int, int]:
     sex = (torch.rand(ROWS, generator=draws) < 0.5).double()
     x = torch.stack([torch.ones(ROWS).double(), (age - 62) / 14, sex], 1)
     y = (torch.rand(ROWS, generator=draws).double() < (0.8 * x[:, 1] - 0.3 * sex).sigmoid()).double()
-    data = ft.data.from_tensors([(x, y)])
     make = lambda: ft.ep(generalised.logistic(normal(3, random=[], names=["Intercept", "age", "sex"])))
-    host = Loopback(offers(data, make, sites=1, policy=policy), None)
-    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-    run.step()
-    slope = math.log(base)
+    run, slope = hosted(ft.data.from_tensors([(x, y)]), make, policy), math.log(base)
     phi = torch.tensor([slope * (62 - 110), slope * 14, -5000.0], dtype=torch.float64).expand(10, 3).clone()
-    sent = {"phi": phi, "key": ft.random.key(0)}
-    left = -float(run.clients.ask(run.outbox, "effects", sent, {"kinds": {"2": "binary"}})["total"][0, 0])
+    left = -float(asked(run, {"phi": phi}, kinds={"2": "binary"})["total"][0, 0])
     digits = {}
     for years in range(99, 99 - 22, -1):
         unit = base ** (years - 110) / (1 + base ** (years - 110))
         digits[years] = int(left / unit + 1e-9)
         left -= digits[years] * unit
-    first = next(years for years, count in digits.items() if count)
+    first = next((years for years, count in digits.items() if count), 88)
     tried = range(first, first - 11, -1)
-    return sum(digits[years] == int((age == years).sum()) for years in tried), len(tried)
+    return sum(digits.get(years) == int((age == years).sum()) for years in tried), len(tried)
 
 
-def test_digits_of_one_sum_are_the_numbers_of_patients_at_the_highest_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_of_one_sum_are_the_numbers_of_patients_at_the_highest_ages() -> None:
     """A change by a factor of 16 with each year, at draws that are all alike, and a coefficient that takes it away."""
-    right, tried = (sum(each) for each in zip(*(oldest(MARGINS._replace(minimum=1), seed) for seed in range(3))))
-    assert right == tried == 33
-    with pytest.raises(RuntimeError, match="predictors have an sd of at most 5, and at one of this question they have"):
-        oldest(MARGINS, 0)
-    for module in (
-        after_fit,
+    for policy, least, most in ((SINGLE, 33, 33), (EVERY, 0, binom.ppf(0.9999, 33, 49 / 88))):
+        right, tried = (sum(each) for each in zip(*(oldest(policy, seed) for seed in range(3)), strict=True))
+        assert tried == 33
+        assert least <= right <= most  # 49 of 88 are right by the distribution of ages alone
+
+
+def test_a_variable_is_told_once() -> None:
+    """Not by other names of its number as well, of whose sums each would be moved anew."""
+    with pytest.raises(RuntimeError, match="the site failed with ValueError"):
+        fitted(EVERY).at(torch.zeros(2, 3).double(), kinds={"1": "number", "01": "number"})
+
+
+# -- a level that few have, and many draws that are nearly alike -------------------------------------------------------
+
+SLOPE, SITES = 1e-3, 30
+
+
+class Rare(NamedTuple):
+    """A fit to rows with a level that some have; of one more row it is a coin whether it has the level."""
+
+    run: ft.Run
+    coin: bool
+
+
+@functools.cache
+def rare(policy: Policy, seed: int, others: int) -> Rare:
+    draws = torch.Generator().manual_seed(seed)
+    coin = bool(torch.rand(1, generator=draws) < 0.5)
+    level = torch.zeros(ROWS).double()
+    level[: others + coin] = 1.0
+    y = (torch.rand(ROWS, generator=draws) < 0.5).double()
+    x = torch.stack([torch.ones(ROWS).double(), torch.randn(ROWS, generator=draws).double(), level], 1)
+    make = lambda: ft.ep(generalised.logistic(normal(3, random=[], names=["Intercept", "age", "rare"])))
+    return Rare(hosted(ft.data.from_tensors([(x, y)]), make, policy), coin)
+
+
+def of_the_level(count: int, apart: float) -> Tensor:
+    """Draws at an intercept of -90, at which no response changes with age but that of who has the level, by SLOPE / 4.
+
+    They are nearly alike.
+    """
+    phi = torch.tensor([-90.0, SLOPE, 90.0]).double().expand(count, 3).clone()
+    phi[:, 2] += apart * torch.linspace(-1, 1, count).double()
+    return phi
+
+
+def by_margins(policy: Policy, others: int, count: int, sites: int, least: float | None = None) -> int:
+    """At how many sites it is guessed right whether one row more than those that are known has the level.
+
+    It has where more rows than `least` seem to have it, by default half a row more than are known.
+    """
+    least = others + 0.5 if least is None else least
+    found = 0
+    for seed in range(sites):
+        site = rare(policy, seed, others)
+        told = asked(site.run, {"phi": of_the_level(count, 1e-9)}, kinds={"1": "number"})["total"].mean()
+        found += (float(told) / (SLOPE / 4) > least) == site.coin
+    return found
+
+
+def test_a_level_that_one_row_has_is_not_all_there_is_in_a_sum() -> None:
+    """Numbers were told to so many digits of their own, and all other rows change by next to nothing."""
+    assert by_margins(SINGLE, 0, 10, SITES) == SITES
+    assert chance(by_margins(EVERY, 0, 10, SITES), SITES)
+
+
+def test_many_draws_that_are_nearly_alike_are_told_as_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each moved anew, they told by their mean whether one row more has a level."""
+    assert chance(by_margins(EVERY, 20, 1000, SITES), SITES)
+    monkeypatch.setattr(
         importlib.import_module("fedtorch.inference.marginal_effects"),
-    ):  # without a bound on that, digits of few numbers are left
-        monkeypatch.setattr(module, "STEEP", 1e9)
-    few = oldest(MARGINS, 0)[0]
-    monkeypatch.setattr(after_fit, "_rounded", lambda told, digits: told)
-    assert oldest(MARGINS, 0)[0] == 11 > few
+        "basis",
+        lambda phi: torch.eye(len(phi)).double(),
+    )
+    monkeypatch.setattr(holding, "_ROWS", 0.0)
+    assert by_margins(EVERY, 20, 1000, SITES) == SITES
 
 
-def densities(site: Site, phi: Tensor, draws: int = 2) -> Tensor:
+def test_whether_as_many_rows_as_the_minimum_have_a_level_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine that are known and one more: were sizes cut at the tenth, all of them would be in the sum or none."""
+    assert chance(by_margins(EVERY, 9, 10, SITES, least=2.0), SITES)
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum: torch.full(shape, minimum))
+    assert by_margins(EVERY, 9, 10, SITES, least=2.0) == SITES
+
+
+def by_doubts(policy: Policy, others: int, sites: int) -> int:
+    """By how many rows' log densities vary over draws that differ by what the level adds."""
+    found = 0
+    for seed in range(sites):
+        site, phi = rare(policy, seed, others), torch.tensor([[0.0, 0.0, -50.0], [0.0, 0.0, 50.0]]).double()
+        told = asked(site.run, {"phi": phi.repeat(5, 1)}, "densities", method="waic")
+        found += (float(told["doubtful"]) > others + 0.5) == site.coin
+    return found
+
+
+def test_rows_are_not_counted_by_how_their_log_densities_vary() -> None:
+    """Over draws that a server places so that one person's does, or those of a known group and of one more."""
+    assert by_doubts(SINGLE, 0, SITES) == by_doubts(SINGLE, 20, SITES) == SITES
+    assert chance(by_doubts(EVERY, 0, SITES), SITES)
+    assert chance(by_doubts(EVERY, 20, SITES), SITES)
+
+
+def by_scores(policy: Policy, others: int, sites: int) -> int:
+    """By squared errors of a model that is far away for who has the level, and near for nobody else."""
+    found, metrics = 0, {"mse": lambda prediction, target: (prediction[..., 0] - target).square()}
+    for seed in range(sites):
+        draws = torch.Generator().manual_seed(seed)
+        coin = bool(torch.rand(1, generator=draws) < 0.5)
+        level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
+        level[: others + coin] = 1.0
+        data = ft.data.from_tensors([(level, y)])
+        make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        brought = {
+            name: dataclasses.replace(one, validation=data, metrics=metrics)
+            for name, one in offers(data, make, sites=1, policy=policy).items()
+        }
+        run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+        run.server = run.server | {"weight": torch.full((1, 1), 1e4)}
+        told = run.evaluate(run.population.validation, metrics)["mse"].overall
+        found += (told * ROWS / 1e8 > others + 0.5) == coin
+    return found
+
+
+def test_scores_do_not_tell_whether_a_row_is_there() -> None:
+    assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 20, SITES) == SITES
+    assert chance(by_scores(EVERY, 0, SITES), SITES)
+    assert chance(by_scores(EVERY, 20, SITES), SITES)
+
+
+# -- log densities and posteriors of clients ---------------------------------------------------------------------------
+
+
+def densities(site: Site, phi: Tensor) -> Tensor:
     """Sums of log densities at values of the coefficients `(P, 3)`, of up to 99 models in a question, `(P,)`."""
     told = []
     for part in phi.split(99):
         sent: dict[str, Tensor] = {}
         described = [_described(site.run)] * (len(part) - 1)
         for end, one in zip([*(f" {i}" for i in range(len(described))), ""], part, strict=True):
-            sent |= {f"phi{end}": one.expand(draws, 3).clone(), f"key{end}": ft.random.key(0)}
-        about = {"method": "waic", "beside": described}
-        lppd = site.run.clients.ask(site.run.outbox, "densities", sent, about)["lppd"]
-        told.append(lppd)  # those beside come first
-    return torch.cat(told)
+            sent |= {f"phi{end}": one.expand(2, 3).clone(), f"key{end}": ft.random.key(0)}
+        told.append(asked(site.run, sent, "densities", method="waic", beside=described)["apart"][0, 1:])
+    return torch.cat(told)  # those beside come first
 
 
-DENSITIES = Policy(after_fit=("densities",))
+def three_planes(people: Tensor, steepness: float, width: float) -> Tensor:
+    """Planes through each person, and on either side, `(80, 3, 3)`."""
+    planes = slabs(people, 9, steepness)[:, None].expand(-1, 3, -1).clone()
+    planes[..., 0] += torch.tensor([-1.0, 0.0, 1.0]).double() * steepness * width
+    return planes
 
 
-def by_second_differences(site: Site, steepness: float = 1e6, width: float = 1e-3) -> int:
+def by_second_differences(policy: Policy, steepness: float = 1e6, width: float = 1e-3) -> int:
     """How many people are guessed right by log densities at three planes through and beside each of them."""
-    middle = slabs(site.people, 9, steepness)
-    aside = torch.tensor([[-1.0], [0.0], [1.0]]).double() * steepness * width
-    planes = middle[:, None].expand(-1, 3, -1).clone()
-    planes[..., 0] += aside[:, 0]
+    site, some = fitted(policy), slice(30)
+    planes = three_planes(site.people[some], steepness, width)
     told = densities(site, planes.flatten(0, 1)).unflatten(0, (-1, 3))
     second = (told[:, 0] - 2 * told[:, 1] + told[:, 2]) / (steepness * width)  # one a person in the middle
-    return int(((second.abs() > 0.9) == site.there).sum())
+    return int(((second.abs() > 0.9) == site.there[some]).sum())
 
 
 def test_log_densities_of_models_at_planes_beside_each_person_tell_who_is_there() -> None:
     """Each of a hundred models in one question has a plane of its own, at which its draws are all the same."""
-    assert by_second_differences(fitted(DENSITIES._replace(minimum=1))) >= 0.95 * PEOPLE
-    with pytest.raises(RuntimeError, match=r"of more than 3 models together where they predict its rows alike, and"):
-        by_second_differences(fitted(DENSITIES))
-
-
-def test_draws_for_log_densities_are_those_of_one_posterior_in_each_model() -> None:
-    site = fitted(DENSITIES._replace(draws=100))
-    near, far = (
-        posterior_of(site.run.algorithm).draws(site.run, 80, None, torch.inf, 0).sent["phi"],
-        slabs(site.people, 0),
-    )
-    for first, second in ((near, far), (far, near)):
-        sent = {"phi": first, "phi 0": second, "key": ft.random.key(0), "key 0": ft.random.key(0)}
-        with pytest.raises(
-            RuntimeError, match="log densities at draws of one posterior, and those of this question are"
-        ):
-            site.run.clients.ask(
-                site.run.outbox, "densities", sent, {"method": "loo", "beside": [_described(site.run)]}
-            )
-    with pytest.raises(RuntimeError, match=r"no more than 100 draws in one question, but was sent 101"):
-        ft.inference.loo(site.run, draws=101, tolerance=torch.inf)
-
-
-def test_three_models_that_are_far_apart_are_compared_and_four_are_not() -> None:
-    """A covariate may explain nearly all of a response. Three planes tell of one person, as one draw does."""
-    site = fitted(DENSITIES)
-    own = posterior_of(site.run.algorithm).draws(site.run, 1, None, torch.inf, 0).sent["phi"]
-    four = torch.cat([own, slabs(site.people, 0, 3.0)[:3]])
-    assert densities(site, four[:3]).isfinite().all()
-    with pytest.raises(RuntimeError, match="compare at most 3 of them at a time"):
-        densities(site, four)
-    assert densities(site, own.expand(9, 3)).unique().shape == (1,)
+    assert by_second_differences(SINGLE) >= 28
+    assert chance(by_second_differences(EVERY), 30)
 
 
 def test_accuracy_of_ordinary_use_is_told() -> None:
-    run = fitted(DENSITIES).run
-    alone = [accuracy(run, tolerance=torch.inf) for accuracy in (ft.inference.loo, ft.inference.waic)]
+    run, exact = fitted(EVERY).run, fitted(SINGLE).run
+    for accuracy in (ft.inference.loo, ft.inference.waic):
+        one, other = (accuracy(each, tolerance=torch.inf) for each in (run, exact))
+        assert one.left_out == ROWS
+        assert abs(one.elpd - other.elpd) < 4 * one.se
+        assert 0.7 < one.se / other.se < 1.8
     table = ft.inference.compare({"one": run, "again": run}, tolerance=torch.inf)
-    assert [each.left_out for each in alone] == [ROWS, ROWS]
     assert table["difference"].tolist() == [0.0, 0.0]
+
+
+def evidence_of_a_patient(sites: int) -> int:
+    """At how many sites it is guessed right what a patient's one response is, who is beside a ward of many rows."""
+    found = 0
+    for seed in range(sites):
+        draws = torch.Generator().manual_seed(seed)
+        x = torch.stack([torch.ones(100).double(), torch.randn(100, generator=draws).double()], 1)
+        y = (torch.rand(100, generator=draws).double() < (2 * x[:, 1]).sigmoid()).double()
+        coin = bool(torch.rand(1, generator=draws) < 0.5)
+        patient = (torch.tensor([[1.0, 1.5]]).double(), torch.tensor([float(coin)]).double())
+        make = lambda: ft.ep(generalised.logistic(normal(2, random=[])))
+        run = hosted(ft.data.from_tensors([(x, y), patient]), make, EVERY, rounds=4)
+        told = run.clients.ask(run.outbox, "evidence", {}, {})
+        half = float((2 * told["squares"] - told["elpd"].square()).clamp(min=0).sqrt())
+        found += ((float(told["elpd"]) + half) / 2 > math.log(0.5)) == coin
+    return found
+
+
+def test_the_evidence_of_two_clients_is_not_told_where_one_is_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum and a sum of squares of two numbers are both of them."""
+    with pytest.raises(RuntimeError, match="sums over its rows of log densities of fewer than 10 rows"):
+        evidence_of_a_patient(1)
+    monkeypatch.setitem(QUESTIONS, "evidence", QUESTIONS["evidence"]._replace(weighed=False))
+    assert evidence_of_a_patient(10) == 10
+
+
+def by_deviations(policy: Policy) -> int:
+    """How many people are guessed right by the weights of three nodes at planes through and beside each of them."""
+    site, found = fitted(policy), 0
+    prior = site.run.algorithm.start
+    for planes, there in zip(three_planes(site.people, 1e5, 3e-5), site.there, strict=True):
+        given = {"phi": planes, "weights": torch.full((3,), 1 / 3).double(), **prior}
+        told = asked(site.run, given, "deviations")
+        weights = told.weights[0] if told.weights.shape[1] == 3 else of_moments(told, planes)
+        first, middle, last = weights.clamp(min=1e-300).log().tolist()
+        found += (2 * middle - first - last > 0.85) == bool(there)
+    return found
+
+
+def of_moments(told: Any, planes: Tensor) -> Tensor:
+    """Weights of three nodes of the same deviation that have the mean and the variance that are told."""
+    step = float(planes[2, 0] - planes[1, 0])
+    mean, square = float(told.means[0, 0, 0]) / step, float(told.covariances[0, 0, 0, 0]) / step**2
+    square += mean**2
+    return torch.tensor([(square - mean) / 2, 1 - square, (square + mean) / 2]).clamp(1e-300, 1.0)
+
+
+def test_the_nodes_of_a_posterior_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their weights are the likelihood at each of them, to all digits."""
+    assert chance(by_deviations(EVERY), PEOPLE)
+    monkeypatch.setattr(after_fit, "held_posterior", lambda posterior, *others: posterior)
+    assert by_deviations(EVERY) >= 0.95 * PEOPLE
+
+
+def test_posteriors_of_ordinary_use_are_told() -> None:
+    """Moved by less than an sd of theirs where rows are twenty times the minimum, and as much wider."""
+    there, exact = (
+        posterior_of(run.algorithm).coefficients(run, tolerance=torch.inf).posterior
+        for run in (fitted(EVERY).run, fitted(SINGLE).run)
+    )
+    sd, own = (each.covariances[0, 0].diagonal().sqrt() for each in (exact, there))
+    assert bool(((there.means - exact.means)[0, 0].abs() < sd).all())
+    assert bool(((own / sd > 0.9) & (own / sd < 1.3)).all())
 
 
 def by_regression(site: Site, phi: Tensor) -> int:
     """How many of the people the best linear guess has right, of all that a question tells together.
 
-    It knows the distribution that other rows are drawn from, and takes what these add for noise.
-    So it takes what rounding adds.
+    It knows the distribution that other rows are drawn from, and takes what these add for noise, and by how much
+    numbers are moved.
     """
     x = torch.cat([torch.ones(20_000, 1), torch.randn(20_000, 2, generator=torch.Generator().manual_seed(9))], 1)
-    effects = lambda rows: (rows @ phi.mT).sigmoid() * (1 - (rows @ phi.mT).sigmoid()) * phi[:, 1]
+    functions = holding.basis(phi)
+    effects = lambda rows: ((rows @ phi.mT).sigmoid() * (1 - (rows @ phi.mT).sigmoid()) * phi[:, 1]) @ functions
     of_others, own = effects(x.double()), effects(torch.cat([torch.ones(PEOPLE, 1).double(), site.people], 1))
-    unit, mean = of_others.abs().mean(0), of_others.mean(0)
-    noise = (
-        torch.cov((of_others / unit).mT) * (ROWS - PEOPLE // 2) + (ROWS * 2.0**-12) ** 2 * torch.eye(len(phi)).double()
-    )
-    more, told = (own - mean) / unit, (site.at(phi)["total"][:, 0] - ROWS * mean) / unit
+    told, mean = functions.mT @ site.at(phi)["total"][:, 0], of_others.mean(0)
+    largest = (of_others - mean).abs().quantile(0.95, dim=0)
+    noise = torch.cov(of_others.mT) * (ROWS - PEOPLE // 2) + torch.diag((10 * largest).square() / 12)
+    more = own - mean
     gain = more @ torch.linalg.pinv(more.mT @ more + 4 * noise, hermitian=True)
-    return right(site, gain @ (told - more.sum(0) / 2))
+    return right(site, gain @ (told - ROWS * mean - more.sum(0) / 2))
 
 
 @pytest.mark.slow
-def test_all_numbers_of_a_question_together_tell_little_of_who_is_there() -> None:
-    """At draws of the fit a guess is as good as a coin; at the most telling that were tried two of three are right.
-
-    Slabs through each person are right each time. How far draws are apart is bounded, and how steep they are.
-    """
-    sites = [fitted(MARGINS, seed) for seed in range(6)]
+def test_all_numbers_of_a_question_together_tell_nothing_of_who_is_there() -> None:
+    """At draws of the fit, and at the most telling that were tried."""
+    sites = [fitted(EVERY, seed) for seed in range(6)]
     own = [posterior_of(site.run.algorithm).draws(site.run, 512, None, torch.inf, 0).sent["phi"] for site in sites]
     trials = PEOPLE * len(sites)
-    low, high = binom.interval(0.9999, trials, 0.5)
-    assert low <= sum(by_regression(site, phi) for site, phi in zip(sites, own, strict=True)) <= high
+    assert chance(sum(by_regression(site, phi) for site, phi in zip(sites, own, strict=True)), trials)
     chosen = torch.tensor([0.0, 2.0, 2.0]).double() + 0.5 * torch.randn(
         512, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
-    assert sum(by_regression(site, chosen) for site in sites) < 0.75 * trials
+    assert chance(sum(by_regression(site, chosen) for site in sites), trials)
 
 
 def greedy(rows: Tensor, minimum: int) -> Tensor:
@@ -315,34 +479,27 @@ def greedy(rows: Tensor, minimum: int) -> Tensor:
 
 
 def ends_at_rows(edges: Tensor, seed: int) -> tuple[int, int]:
-    """Of groups of ten observed rows in one histogram: how many end at the value of a row, and how many there are."""
+    """Of groups in one histogram: how many end at the value of a row, and how many there are."""
     draws = torch.Generator().manual_seed(seed)
     y = (140 + 20 * torch.randn(ROWS, generator=draws, dtype=torch.float64)).round(decimals=2)
     data = ft.data.from_tensors([(torch.ones(ROWS, 1).double(), y)])
     make = lambda: ft.ep(linear(normal(1, random=[], sd=500.0), noise=20.0))
-    host = Loopback(offers(data, make, sites=1, policy=Policy(after_fit=("checks",))), None)
-    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-    run.step()
-    sent = {"phi": torch.full((8, 1), 140.0).double(), "key": ft.random.key(0), "edges": edges}
-    told = run.clients.ask(run.outbox, "histogram", sent, {})
+    run = hosted(data, make, EVERY)
+    told = asked(run, {"phi": torch.full((8, 1), 140.0).double(), "edges": edges}, "histogram")
     seen = torch.stack([told[:, 0], told[:, 1:].mean(1)], 1)
     starts = [0, *((seen[1:] != seen[:-1]).any(1).nonzero()[:, 0] + 1).tolist()]
-    ends, values, right, tried = [*starts[1:], len(seen)], set(y.tolist()), 0, 0
-    for start, end in list(zip(starts, ends, strict=True))[:-1]:
-        if abs(float(seen[start:end, 0].sum()) - 10) < 1e-6 < float(seen[start:end, 1].sum()) - 10:
-            right, tried = right + (round(float(edges[end - 1]) - 0.005, 2) in values), tried + 1
-    return right, tried
+    values = set(y.tolist())
+    return sum(round(float(edges[end - 1]) - 0.005, 2) in values for end in starts[1:]), len(starts) - 1
 
 
 def test_bins_of_a_histogram_end_at_no_rows_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fine bins, of which a site joined neighbours until they had ten rows, and so told the value of the tenth."""
     edges = torch.arange(8_000, 20_000, dtype=torch.float64) / 100 + 0.005
-    assert sum(ends_at_rows(edges, seed)[0] for seed in range(3)) <= 1  # a group may end at a row's value by chance
+    right, tried = (sum(each) for each in zip(*(ends_at_rows(edges, seed) for seed in range(6)), strict=True))
+    assert binom.sf(right - 1, tried, 0.04) > 1e-4  # an end is at the value of a row by chance, in the middle
     monkeypatch.setattr(checks, "joined", greedy)
-    right, tried = (sum(each) for each in zip(*(ends_at_rows(edges, seed) for seed in range(3)), strict=True))
-    # A group with ten observed rows may also end where the last of its replicated columns, drawn anew, reaches ten.
-    assert tried >= 8
-    assert right >= 0.75 * tried
+    right, tried = (sum(each) for each in zip(*(ends_at_rows(edges, seed) for seed in range(6)), strict=True))
+    assert right > 0.2 * tried  # others end where the last of the replicated columns has ten
 
 
 def test_all_rows_of_a_group_may_have_one_value() -> None:

@@ -108,6 +108,34 @@ def test_losses_of_enough_rows_are_told_as_they_are() -> None:
     assert len(Asked().step(batch_size=9).last.info["loss"].unique()) == 1
 
 
+def read_from_two_means(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many of ten times two means, of all wards but one and of all, differ by the loss of a person of that ward.
+
+    Batches are the same in both, as those of a loader in a fixed order are.
+    """
+    forget(monkeypatch, "clients", "names", "states")
+    asked, found = Asked(), 0
+    for seed in range(10):
+        means = []
+        for cohort in (list(range(10)), list(range(11))):
+            info = asked.step({"weight": WEIGHT, "bias": ZERO}, cohort, seed).last.info["loss"]
+            means.append(len(cohort) * float(info.nan_to_num(0.0)[0]))
+        value = round(max(means[1] - means[0], 0.0) ** 0.5)
+        bit = value % 2
+        number = (value + bit) // 2
+        found += is_of(10, torch.tensor([number % 128, number // 128 % 128, number // 128**2]).double(), bit)
+    return found
+
+
+def test_means_of_batches_of_one_row_are_told_of_all_clients_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them differed by one row, whose loss tells three numbers and a bit; past sums count all rows of a ward."""
+    assert read_from_two_means(monkeypatch) == 0
+    assert Asked().step(cohort=list(range(10))).last.info["loss"].isnan().all()
+    assert not Asked().step(cohort=list(range(11))).last.info["loss"].isnan().any()
+    monkeypatch.setattr(SiteSession, "_is_remembered", lambda site, ids, taken: True)
+    assert read_from_two_means(monkeypatch) == 10
+
+
 # -- noise that is not the site's --------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import binom
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import sgd
@@ -22,7 +23,7 @@ from fedtorch import tree
 from fedtorch.sites import Policy, Remote, masked
 from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds.policy import Watch
-from fedtorch.sites.secure.grid import ExactSums, Grid, largest_of
+from fedtorch.sites.secure.grid import ExactSums, Grid, digits_of, largest_of
 
 DEFAULT, PATIENT = (
     Policy(),
@@ -125,7 +126,7 @@ UNDER_MASKS = {"dropouts": 0}
 
 
 def test_sites_that_refuse_numbers_beyond_the_grid_tell_a_patient_s_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grid, "total", lambda grid, values, draws, largest: grid.encode(values).sum(0))
+    monkeypatch.setattr(Grid, "total", lambda grid, values, draws, largest, digits=53: grid.encode(values).sum(0))
     for age in (47.0, 81.5):
         assert bisected(Attack(averaging, age, policy=ALWAYS, **UNDER_MASKS)) == pytest.approx(age, abs=1e-3)
 
@@ -235,6 +236,20 @@ def test_the_digits_that_a_number_does_not_have_are_chance() -> None:
     assert [zeros(word) for word in grid.total(values, chance(3), 0.0)] != [13, 17, 21]
     many = torch.stack([grid.total(values, draws, 0.0) for draws in chance(300).reshape(100, 3)])
     assert all(0.3 < float((column & 1).double().mean()) < 0.7 for column in (many >> 4).T)
+
+
+def test_the_digits_that_a_number_in_single_precision_does_not_have_are_chance() -> None:
+    """Of three numbers, each of which may be any: zeros at the end of the sum's word told the smallest."""
+    zeros = lambda word: (int(word) & -int(word)).bit_length() - 1
+    sizes = torch.tensor([2.0**4, 2.0**8, 2.0**12])
+    values = sizes * torch.tensor([[1.1], [1.3], [1.7]])
+    grid, wide = Grid(24), values.to(F64)
+    assert all(zeros(word) >= n for word, n in zip(grid.total(wide, chance(3), 0.0), (4, 8, 12), strict=True))
+    digits = digits_of({"weight": values})
+    many = torch.stack([grid.total(wide, draws, 0.0, digits) for draws in chance(3000).reshape(1000, 3)])
+    low, high = binom.interval(0.9999, 1000, 0.5)
+    assert all(low <= int((column & 1).sum()) <= high for column in many.T)
+    assert bool(((grid.decode(many) - wide.sum(0)).abs() <= sizes * 2.0**-22).all()), "no digit that they have is lost"
 
 
 def test_noise_below_what_was_sent_covers_the_digits_of_numbers_made_of_it() -> None:

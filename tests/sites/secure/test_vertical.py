@@ -314,7 +314,7 @@ def ended(product: float, factor: float) -> str:
 
 
 def test_parties_that_refuse_numbers_beyond_the_grid_tell_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Grid, "total", lambda grid, values, draws, largest: grid.encode(values).sum(0))
+    monkeypatch.setattr(Grid, "total", lambda grid, values, draws, largest, digits=53: grid.encode(values).sum(0))
     low, high = GRID.bound / 1e4, GRID.bound / 1e2
     for _ in range(24):
         middle = (low + high) / 2

@@ -172,14 +172,11 @@ class Hierarchical(Sites, Shared):
 
     def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
         """Return by how much random coefficients of clients deviate from those that all share."""
-        hierarchy = self.model.hierarchy
         nodes, weights = self._nodes(run, given, tolerance, _POINTS)
         sent = {"phi": nodes, "weights": weights}
         if given is None:
             sent |= gaussian.natural(self.shared(run, torch.inf))._asdict()
-        posterior = ask(run, DEVIATIONS, sent)
-        shared = nodes[:, : hierarchy.mean.shape[1]] @ hierarchy.mean.to(nodes).mT
-        return self._varying(run, posterior._replace(means=posterior.means - shared))
+        return self._varying(run, ask(run, DEVIATIONS, sent))
 
     def newcomers(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
@@ -282,13 +279,19 @@ def _model_of(asked: Holder | Form) -> Any:
 
 
 def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
-    """Return the posterior of each client's coefficients, from its cavity, or from nodes of what is shared."""
+    """Return the posterior of each client's coefficients, from its cavity, or from nodes of what is shared.
+
+    If `linear`, nodes are one and others beside it, see `_linear`; if `deviations`, what is shared is taken away.
+    """
     model = _model_of(holder)
 
     def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
         rows = model.prepare(block)
         if "phi" in sent:
-            posterior = model.given(*tree.expand((sent["phi"], sent["weights"]), len(block.count)), rows)
+            nodes = tree.expand((sent["phi"], sent["weights"]), len(block.count))
+            posterior = model.given(*nodes, rows)
+            posterior = _less_shared(model, posterior, nodes[0]) if about.get("deviations") else posterior
+            posterior = _linear(posterior) if about.get("linear") else posterior
         else:
             posterior = model.devices(gaussian.moments(Natural(**cavity)), rows)
         return _with_known_noise(model, posterior, rows)
@@ -296,8 +299,27 @@ def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str
     return holder.evaluate(holder.data, own)
 
 
+def _less_shared(model: Any, posterior: DevicePosterior, phi: Tensor) -> DevicePosterior:
+    """Return the posterior of θ_k − Aμ at nodes of φ `(K, R, p)`."""
+    means = model.hierarchy.mean.to(phi)
+    return posterior._replace(means=posterior.means - phi[..., : means.shape[1]] @ means.mT)
+
+
+def _linear(posterior: DevicePosterior) -> DevicePosterior:
+    """Return posteriors that are linear in μ, of those at its mean and, m each, a standard error above and below."""
+    m = posterior.means.shape[1] // 2
+    slopes = (posterior.means[:, 1 : 1 + m] - posterior.means[:, 1 + m :]) / 2  # (K, m, d)
+    covariance = posterior.covariances[:, 0] + slopes.mT @ slopes
+    return DevicePosterior(
+        torch.ones_like(posterior.weights[:, :1]),
+        posterior.means[:, :1],
+        covariance[:, None],
+        posterior.log_noise[:, :1],
+    )
+
+
 def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
-    """Return the posterior of each client's coefficients over nodes of what is shared, which are weighed by its rows.
+    """Return by how much each client's coefficients deviate, over nodes of what is shared, which its rows weigh.
 
     Without natural parameters of q(φ) the weights are taken as they are.
     """
@@ -321,7 +343,7 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
             ratio = model.log_factor(phi, rows) - instead
             each = torch.softmax(each.log() + torch.where(ratio.isfinite(), ratio, -torch.inf), 1)
         posterior: DevicePosterior = model.given(phi, each, rows)
-        return posterior
+        return _less_shared(model, posterior, phi)
 
     return holder.evaluate(holder.data, own)
 
@@ -362,5 +384,9 @@ def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, An
 
 
 EVIDENCE = Kind(
-    "evidence", "densities", _evidence, lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double())
+    "evidence",
+    "densities",
+    _evidence,
+    lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double()),
+    weighed=True,  # of two clients of which one is large a sum would be the other's
 )

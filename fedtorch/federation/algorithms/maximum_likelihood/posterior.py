@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedtorch import random
 from fedtorch.federation.algorithms.ep.estimates import spread_nodes
@@ -64,7 +63,7 @@ class Maximised(Sites):
 
     def clients(self, run: Run, q: Moments) -> DevicePosterior:
         """Return the posterior of the coefficients of each client given the estimated variances."""
-        return self._mixed(run, q, torch.zeros_like(self.model.hierarchy.mean))
+        return self._mixed(run, q)
 
     def coefficients(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the run's clients."""
@@ -74,7 +73,7 @@ class Maximised(Sites):
     def deviations(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return by how much random coefficients of clients deviate from those that all share."""
         _refuse(given)
-        return self._varying(run, self._mixed(run, self.shared(run, tolerance), self.model.hierarchy.mean))
+        return self._varying(run, self._mixed(run, self.shared(run, tolerance), deviations=True))
 
     def newcomers(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
@@ -98,21 +97,18 @@ class Maximised(Sites):
         nodes, _ = spread_nodes(Moments(q.mean[:m], q.covariance[:m, :m]), draws)
         return given_shared(self.model, torch.cat([nodes, q.mean[m:].expand(len(nodes), -1)], 1), random.key(seed))
 
-    def _mixed(self, run: Run, q: Moments, shared: Tensor) -> DevicePosterior:
-        """Return the posterior of θ_k - shared · μ, from what clients say at μ̂ and a standard error beside it."""
+    def _mixed(self, run: Run, q: Moments, deviations: bool = False) -> DevicePosterior:
+        """Return the posterior of θ_k, or of θ_k - Aμ, from what clients say at μ̂ and a standard error beside it."""
         m = self.model.hierarchy.mean.shape[1]
         root = torch.linalg.cholesky(q.covariance[:m, :m]).mT
         at = q.mean + torch.nn.functional.pad(
             torch.cat([torch.zeros_like(root[:1]), root, -root]), (0, len(q.mean) - m)
         )
         weights = torch.full_like(at[:, 0], 1 / len(at))
-        posterior: DevicePosterior = ask(run, COEFFICIENTS, {"phi": at, "weights": weights})
-        means = posterior.means - at[:, :m] @ shared.to(at).mT
-        slopes = (means[:, 1 : 1 + m] - means[:, 1 + m :]) / 2  # (K, m, d)
-        covariance = posterior.covariances[:, 0] + slopes.mT @ slopes
-        return DevicePosterior(
-            torch.ones_like(posterior.weights[:, :1]), means[:, :1], covariance[:, None], posterior.log_noise[:, :1]
+        posterior: DevicePosterior = ask(
+            run, COEFFICIENTS, {"phi": at, "weights": weights}, linear=True, deviations=deviations
         )
+        return posterior
 
 
 def _refuse(given: Any) -> None:

@@ -1,0 +1,195 @@
+r"""Sums over rows that sites tell after a fit: of what few rows have they tell nothing, and of the rest no digits.
+
+A server chooses the models of which sums are told, so that a row may be all there is in a sum, or its last digits. A
+site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
+
+- values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
+  from the one that all rows but fewer than the k of below have, or from zero;
+- their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, so that fewer rows than
+  that are no larger than others; k is secret, from `minimum` to twice as many, since whether there are that many would
+  tell a row of who knows all others;
+- the sum is moved by a secret number, uniform between plus and minus half of what :math:`r` rows of this size have.
+
+A row more or less is then seen with a probability of about 1/r, by who knows all others. :math:`r = \max(minimum,
+4\sqrt m)` where a row is in :math:`m` numbers of a question: all of them together tell about it little more than one
+does. The secret numbers follow from the site's secret and from all that is asked.
+
+Sums at draws of a posterior, of which there may be a thousand, are told as their best linear approximation in the
+draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much
+they vary beside it (`in_draws`, `over_draws`).
+
+>>> ages = torch.tensor([[30.0], [41.0], [62.0], [63.0], [99.0]], dtype=torch.float64)
+>>> held(ages, 1, None).total  # a site that counts no rows adds up
+tensor([295.], dtype=torch.float64)
+>>> told = held(ages, 2, random.key(0))
+>>> bool((told.total - ages.clamp(max=64.0).sum()).abs() <= 2 * 64), told.variance.sqrt()  # r = 4, and sizes up to 64
+(True, tensor([73.9008], dtype=torch.float64))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import linalg, random
+from fedtorch.models.device_posterior import DevicePosterior
+
+_STEPS = 2  # of sizes, in a factor of 2
+_ROWS = 4.0  # √m times as many rows are what all numbers of a question together are moved by, at least
+_MIDDLE = 4  # times the minimum are rows of which the middle half is taken
+_GRID = 2.0**-30  # of a move; what is told has no digits below
+_FLAT = 1e-9  # of the largest singular value; draws do not move in a direction that has less
+_LEAST = 0.25  # eigenvalue of a covariance that is told, in units of what it is
+
+
+class Held(NamedTuple):
+    """Hold what is told of sums, and the variance by which it was moved."""
+
+    total: Tensor  # (C,)
+    variance: Tensor  # (C,)
+
+
+def held(
+    values: Tensor, minimum: int, key: Tensor | None, numbers: int | None = None, around: Tensor | None = None
+) -> Held:
+    """Return the sum over rows of values `(N, C)`, held where `minimum` is above one.
+
+    Args:
+        values: of each row.
+        minimum: rows that sizes are shared by, at least.
+        key: of the secret numbers.
+        numbers: of the question that a row is in, default: C.
+        around: from which values are counted, if somebody else knows it already `(C,)`.
+    """
+    total, count = values.sum(0), len(values)
+    if minimum <= 1 or key is None or not count:
+        return Held(total, torch.zeros_like(total))
+    values = torch.where(values.isnan(), 0.0, values)
+    for_ranks, for_moves = random.split(key, 2)
+    ranks = _ranks(for_ranks, total.shape, minimum).clamp(max=count)
+    if around is not None:
+        middle = around
+    elif count >= _MIDDLE * minimum:
+        middle = values.sort(0).values[count // 4 : count - count // 4].mean(0)
+    else:
+        most = values.median(0).values
+        middle = torch.where((values != most).sum(0) < ranks, most, 0.0)
+    away = values - middle
+    largest = away.abs().topk(min(2 * minimum, count), 0).values.gather(0, ranks[None] - 1)[0]
+    safe = largest.where(largest > 0, 1.0)
+    edge = torch.exp2((safe.log2() * _STEPS).ceil() / _STEPS).where(largest > 0, 0.0)
+    step = max(minimum, _ROWS * math.sqrt(numbers or values.shape[1])) * edge
+    secret = random.uniform(for_moves, step.shape, torch.float64) - 0.5
+    moved = count * middle + away.clamp(-edge, edge).sum(0) + step * secret
+    grid = (_GRID * step).where(step > 0, 1.0)
+    return Held(torch.where(step > 0, (moved / grid).round() * grid, moved), step.square() / 12)
+
+
+def _ranks(key: Tensor, shape: torch.Size, minimum: int) -> Tensor:
+    """Return how many rows share a size, secret whole numbers from the minimum to less than twice as many."""
+    return minimum + (random.uniform(key, shape, torch.float64) * minimum).long()
+
+
+def basis(phi: Tensor) -> Tensor:
+    """Return orthonormal functions of draws `(S, r)`, which span a constant and what is linear in φ `(S, p)`.
+
+    >>> basis(torch.ones(7, 3).double()).shape  # draws that are alike
+    torch.Size([7, 1])
+    """
+    constant = torch.full_like(phi[:, :1], 1 / math.sqrt(len(phi)))
+    away = phi - phi.mean(0)
+    units = away.abs().amax(0)
+    left, values, _ = torch.linalg.svd(away[:, units > 0] / units[units > 0], full_matrices=False)
+    moves = values > _FLAT * values.amax() if len(values) else values > 0
+    linear = left[:, moves] - constant @ (constant.mT @ left[:, moves])
+    return torch.cat([constant, linear], 1)
+
+
+def in_draws(
+    values: Callable[[slice], Tensor], parts: Sequence[slice], mask: Tensor, functions: Tensor
+) -> Iterator[Tensor]:
+    """Yield coefficients of some rows' values in functions of draws, and a variance beside, `(K, n, r + 1, C)`.
+
+    The variance is the row's part of how the sum over its client's rows varies beside. Were the row not there, that
+    would change by twice as much, which is what is told.
+
+    Args:
+        values: of some rows of each client, at each draw, `(K, n, S, C)`.
+        parts: into which rows are divided.
+        mask: of the rows that are there, `(K, N)`.
+        functions: the basis `(S, r)`.
+    """
+    draws, size = functions.shape
+    every = ((values(part), mask[:, part, None, None]) for part in parts)
+    total = sum((torch.where(there, leaf, 0.0).sum(1) for leaf, there in every), torch.zeros(()))
+    beside = total - functions @ (functions.mT @ total)
+    for part in parts:
+        leaf = values(part)
+        varies = 2 * torch.einsum("knsc,ksc->knc", leaf, beside) / max(draws - size, 1)
+        yield torch.cat([torch.einsum("knsc,sr->knrc", leaf, functions), varies[:, :, None]], 2)
+
+
+def over_draws(
+    rows: Tensor,
+    functions: Tensor,
+    minimum: int,
+    key: Tensor,
+    numbers: int | None = None,
+    around: Tensor | None = None,
+) -> Held:
+    """Return held sums at draws `(S, C)`, and the mean over draws of their variances `(C,)`.
+
+    What varies beside the linear approximation is drawn anew, normal with as much variance.
+
+    Args:
+        rows: what `in_draws` yields of each, `(N, r + 1, C)`.
+        functions: the basis `(S, r)`.
+        minimum, key, numbers: see `held`.
+        around: from which values are counted at all draws, if somebody else knows it already, `(C,)`.
+    """
+    moved, drawn = random.split(key, 2)
+    if around is not None:
+        constant = functions.sum(0)[:, None] * around
+        around = torch.cat([constant, torch.zeros_like(constant[:1])]).flatten()
+    told = held(rows.flatten(1), minimum, moved, numbers, around)
+    total, variance = (leaf.reshape(rows.shape[1:]) for leaf in told)
+    white = random.normal(drawn, (len(functions), rows.shape[2]), torch.float64)
+    at_draws = functions @ total[:-1] + (total[-1] / 2).clamp(min=0).sqrt() * white
+    return Held(at_draws, (functions.square().mean(0)[:, None] * variance[:-1]).sum(0))
+
+
+def held_posterior(posterior: DevicePosterior, rows: Tensor, minimum: int, key: Tensor) -> DevicePosterior:
+    """Return the posteriors of clients as normal ones, moved by what `minimum` of their rows have.
+
+    A mixture is told as its mean and covariance, for by the weights of many nodes it would tell the likelihood at each
+    of them. One of n rows moves a mean by some 1/√n sds, and a covariance by 1/n of itself; both are moved by half of
+    what `minimum` rows move them by at most, and covariances are then as much wider.
+
+    Args:
+        posterior: of `K` clients.
+        rows: of each `(K,)`.
+        minimum, key: see `held`.
+    """
+    weights = posterior.weights[..., None]
+    mean = (weights * posterior.means).sum(1)
+    away = posterior.means - mean[:, None]
+    covariance = (weights[..., None] * (posterior.covariances + away[..., None] * away[..., None, :])).sum(1)
+    log_noise = (posterior.weights * posterior.log_noise.exp()).sum(1).log()
+    part = (minimum / rows.clamp(min=minimum)).to(mean)[:, None]
+    size = mean.shape[-1]
+    secret = random.uniform(key, (len(mean), size * size + size + 1), torch.float64).to(mean) - 0.5
+    of_mean, of_noise = secret[:, :size] * (part * minimum).sqrt(), secret[:, size] * part[:, 0]
+    between = secret[:, size + 1 :].unflatten(1, (size, size)) * part[..., None]
+    values, vectors = torch.linalg.eigh(torch.eye(size).to(mean) + between.tril() + between.tril(-1).mT)
+    scale = (vectors * (values.clamp(min=_LEAST) + (part * minimum) / 12)[:, None]) @ vectors.mT
+    root = linalg.square_root(covariance)
+    return DevicePosterior(
+        torch.ones_like(mean[:, :1]),
+        (mean + (root @ of_mean[..., None])[..., 0])[:, None],
+        (root @ scale @ root.mT)[:, None],
+        (log_noise + of_noise)[:, None],
+    )
