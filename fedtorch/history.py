@@ -76,10 +76,8 @@ class Round(NamedTuple):
     tensors: Callable[[], Tree] | None = None  # asks for what all clients predict with, (K, ...), as `Run.tensors`
 
     def __repr__(self) -> str:
-        from fedtorch._representation import bytes_text
-
         words = [f"{len(self.ids)} of {len(self.asked)} clients answered"]
-        words += [f"{bytes_text(self.bytes_up)} up", f"{bytes_text(self.bytes_down)} down"]
+        words += [f"{self.bytes_up:,} B up", f"{self.bytes_down:,} B down"]
         words += [f"{name} {value}" for name, value in headline(self).items()]
         return f"Round({self.number}: {', '.join(words)})"
 

@@ -45,7 +45,7 @@ from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
 
-__all__ = ["exponential_average", "inverse_wishart", "posterior_mode"]
+__all__ = ["exponential_average", "inverse_wishart", "posterior_mode", "zhang_yeung"]
 
 _LEAST_VARIANCE = 1e-100  # of coefficients that are all zero
 

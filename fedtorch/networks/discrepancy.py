@@ -34,7 +34,7 @@ from fedtorch.data import FederatedData
 from fedtorch.progress import Progress, tracked
 from fedtorch.tree import Tree
 
-__all__ = ["distances", "gaussian_mixture", "maximum_likelihood", "mean_label", "pooled_gradient"]
+__all__ = ["autoencoder_code", "distances", "gaussian_mixture", "maximum_likelihood", "mean_label", "pooled_gradient"]
 
 _TITLE = "Representing the nodes"
 

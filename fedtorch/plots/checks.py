@@ -20,9 +20,9 @@ import torch
 
 from fedtorch.inference import checks
 from fedtorch.inference.checks import Calibration, Histograms, SiteMeans
-from fedtorch.plots._style import draw, draw_forest, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Series, chart
 from fedtorch.plots.forests import Forest, Line, forest
+from fedtorch.plots.style import draw, draw_forest, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

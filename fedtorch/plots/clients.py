@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, finish, literal, new_figure
+from fedtorch.plots.style import MOST_BARS, MOST_COLOURS, finish, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

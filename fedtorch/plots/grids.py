@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedtorch.plots._style import finish, new_figure
+from fedtorch.plots.style import finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

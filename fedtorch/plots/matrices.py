@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.plots._style import MOST_BARS, literal, new_figure, square
+from fedtorch.plots.style import MOST_BARS, literal, new_figure, square
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

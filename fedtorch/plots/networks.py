@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.network import Network
-from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, literal, new_figure, square
 from fedtorch.plots.layouts import node_places
+from fedtorch.plots.style import MOST_BARS, MOST_COLOURS, literal, new_figure, square
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

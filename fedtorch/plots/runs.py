@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedtorch.plots._style import draw, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Series, chart
 from fedtorch.plots.history_charts import ROUND, by_round, column, in_words, losses, spread
+from fedtorch.plots.style import draw, literal, new_figure
 
 if TYPE_CHECKING:
     import pandas as pd

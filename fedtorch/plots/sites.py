@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedtorch.inference.ranef import SiteEstimates, site_estimates
-from fedtorch.plots._style import draw, draw_forest, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Label, Series, chart
 from fedtorch.plots.forests import LONGEST, Forest, Line, forest as forest_of, shortened
+from fedtorch.plots.style import draw, draw_forest, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

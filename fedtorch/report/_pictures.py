@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from markupsafe import Markup
 
-from fedtorch.plots._style import draw, draw_forest
 from fedtorch.plots.charts import GREY, Chart, Numbers, Series, number
 from fedtorch.plots.forests import Forest
 from fedtorch.plots.networks import draw_edges, node_style
+from fedtorch.plots.style import draw, draw_forest
 from fedtorch.report._words import visible, width
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from fedtorch.models.linear import LINEAR_EXTRAS, sufficient_statistics
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations
 
-__all__ = ["horseshoe", "lasso", "penalised", "ridge"]
+__all__ = ["elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
