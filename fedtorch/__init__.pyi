@@ -25,6 +25,7 @@ from .federation.algorithms.consensus import without_server as without_server
 from .federation.algorithms.ditto import ditto as ditto
 from .federation.algorithms.edge_weights import edge_weights as edge_weights
 from .federation.algorithms.ep import ep as ep
+from .federation.algorithms.ep.fitting import settled as settled
 from .federation.algorithms.fedavg import fedavg as fedavg, fedprox as fedprox
 from .federation.algorithms.fedbn import fedbn as fedbn
 from .federation.algorithms.feddyn import feddyn as feddyn
@@ -45,6 +46,7 @@ from .federation.algorithms.neighbour_search import neighbour_search as neighbou
 from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
+from .federation.algorithms.regressors.algorithm import fitted as fitted
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import pooled as pooled, separate as separate
 from .federation.algorithms.shared_body import shared_body as shared_body
@@ -87,6 +89,7 @@ from .federation.turn import Turn as Turn
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import Round as Round
 from .metrics.scores import Score as Score
+from .models.device_posterior import credible_interval as interval
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network
 from .report.callback import Report as Report

@@ -53,6 +53,16 @@ def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
         tolerance: on what the coming rounds would still add up to, in sd, if the changes of means (in sd) and sds
             (relative) went on to shrink as they last did; the last changes must be below ten times as much.
         patience: how many rounds in a row must be below the tolerance; with a cohort of M clients, some K / M.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1).double()
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+        >>> model = hierarchical.linear(hierarchical.normal(1), noise=0.1)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=ft.settled())
+        >>> 1 < run.number < 50
+        True
     """
     if patience < 1:
         raise ValueError(f"Expected patience of at least 1, but got {patience}")

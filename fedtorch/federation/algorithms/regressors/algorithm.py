@@ -197,6 +197,16 @@ def fitted(run: Run) -> list[Any]:
 
     Raises:
         TypeError: a run of another algorithm, or of a population that has not its data.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from sklearn.linear_model import LinearRegression
+        >>> x = torch.randn(4, 10, 2).double()
+        >>> data = ft.data.from_tensors([(rows, rows.sum(1)) for rows in x])
+        >>> algorithm = ft.gtv_regressors(LinearRegression, ft.Network.ring(4), 0.1, x[0])
+        >>> run = ft.run(algorithm, ft.InProcess(data), {}, rounds=2)
+        >>> [type(each).__name__ for each in ft.fitted(run)][:1]
+        ['LinearRegression']
     """
     posterior = run.algorithm.posterior
     data = getattr(run.population, "data", None)
