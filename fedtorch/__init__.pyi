@@ -89,7 +89,7 @@ from .federation.turn import Turn as Turn
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import Round as Round
 from .metrics.scores import Score as Score
-from .models.device_posterior import credible_interval as interval
+from .models.device_posterior import interval as interval
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network
 from .report.callback import Report as Report

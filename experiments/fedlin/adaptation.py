@@ -26,7 +26,7 @@ from experiments import common, result_pages
 from experiments.fedlin.school import BANDS, FEATURES, YEARS, load
 from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.hierarchical import hyperpriors
 
 KNOWN, LEVEL = (0, 2, 5, 10, 20, 40), 0.9
@@ -101,7 +101,7 @@ def adapted(run: ft.Run, schools: Sequence[School], known: int) -> tuple[Tensor,
     size = max(len(y) for _, y in schools) - KNOWN[-1]
     others = [(x[KNOWN[-1] :], y[KNOWN[-1] :]) for x, y in schools]
     inputs = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, size - len(x))) for x, _ in others])
-    low, high = credible_interval(found.predictive(inputs), LEVEL)
+    low, high = interval(found.predictive(inputs), LEVEL)
     inside = [((low[k, : len(y)] < y) & (y < high[k, : len(y)])) for k, (_, y) in enumerate(others)]
     return found.distribution().mean, float(torch.cat(inside).double().mean())
 

@@ -22,7 +22,7 @@ from experiments import common, result_pages
 from experiments.fedlin.common import infer
 from fedtorch.federation.algorithms.matrix_normal import devices
 from fedtorch.models import hierarchical, low_rank
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.hierarchical import generalised
 from fedtorch.models.matrix_normal import inverse_wishart
 
@@ -87,7 +87,7 @@ def compare(family: str, units: int, d: int, rows: int, rounds: int, seed: int) 
         name: {"error": float((each - theta).square().mean().sqrt()), "loss": loss(family, test, each)}
         for name, each in zip(METHODS, estimates)
     }
-    low, high = credible_interval(devices(run).marginals(), LEVEL)
+    low, high = interval(devices(run).marginals(), LEVEL)
     found["HM1"]["coverage"] = float(((low < theta) & (theta < high)).double().mean())
     return found
 

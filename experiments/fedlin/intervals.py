@@ -29,7 +29,7 @@ from experiments.fedlin.common import infer
 from experiments.fedlin.simulation import Problem, related
 from fedtorch.federation.algorithms.matrix_normal import devices
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import credible_interval, discoveries
+from fedtorch.models.device_posterior import discoveries, interval
 from fedtorch.models.linear import SufficientStatistics, ridge
 
 LEVEL, ALPHAS, FDR = 0.9, (0.01, 0.05, 0.1, 0.2), 0.1
@@ -78,8 +78,8 @@ def coverage(units: int, d: int, rows: int, rounds: int, seed: int) -> dict[str,
     run = learnt(problem.data, rounds)
     intervals = {
         "each device alone": of_t(problem.data, LEVEL),
-        "HM1, Ω as estimated": credible_interval(devices(run, known=True).marginals(), LEVEL),
-        "HM1": credible_interval(devices(run).marginals(), LEVEL),
+        "HM1, Ω as estimated": interval(devices(run, known=True).marginals(), LEVEL),
+        "HM1": interval(devices(run).marginals(), LEVEL),
         "knows Ω and the noise": told(problem, LEVEL),
     }
     return {

@@ -29,7 +29,7 @@ from experiments.fedlin import oracles
 from experiments.fedlin.common import infer, mean_rmse
 from fedtorch.federation.algorithms.ep import posterior
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import credible_interval, selected
+from fedtorch.models.device_posterior import interval, selected
 from fedtorch.models.hierarchical import shrinkage
 
 NOISE = 0.05
@@ -101,7 +101,7 @@ def select(case: Case, seed: int, sweeps: int) -> tuple[dict[str, float], tuple[
         "false inclusion": float(chosen[truth == 0].double().mean()),
         "A-RMSE, Gibbs sampling": mean_rmse(testing, torch.from_numpy(sampled)),
     }
-    low, high = credible_interval(marginals, LEVEL)
+    low, high = interval(marginals, LEVEL)
     return figures, (means[0], low[0], high[0])
 
 
@@ -113,10 +113,10 @@ def shared(count: int, seed: int) -> tuple[ft.Run, tuple[Tensor, Tensor], Tensor
     data = simulate(coefficients, [100] * count, generator)
     run, _ = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
     q = posterior(run)
-    return run, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
+    return run, interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
 
 
-def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Tensor, Tensor], truth: Tensor) -> Figure:
+def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, ends: tuple[Tensor, Tensor], truth: Tensor) -> Figure:
     """Figure 4: means, intervals and truths of device 1 of case I, as errors, and of the shared parameters."""
     figure, (left, right) = common.subplots(1, 2, figsize=(10, 3.6))
     means, low, high = (part - torch.tensor(EIGHT) for part in device)
@@ -126,7 +126,7 @@ def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Ten
     left.set_ylabel("mean and 90 % interval, less the truth")
     left.legend(frameon=False)
     mean = posterior(run).mean
-    right.errorbar(range(8), mean, [mean - interval[0], interval[1] - mean], fmt="o", capsize=4, label="posterior")
+    right.errorbar(range(8), mean, [mean - ends[0], ends[1] - mean], fmt="o", capsize=4, label="posterior")
     right.plot(range(8), truth, "x", color="C3", label="truth")
     right.set_xticks(range(8), [rf"$\mu_{j}$" for j in range(1, 5)] + [rf"$\log\tau_{j}$" for j in range(1, 5)])
     right.set_ylabel("mean and 90 % interval")
@@ -147,13 +147,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += found
         cells = [common.number(x) for row in found[: len(METRICS)] for x in (row.ours, row.sd, row.published)]
         lines.append([f"lasso, case {name}", *cells])
-    run, interval, truth = shared(20 if options.smoke else 100, 0)
-    covered = (interval[0] <= truth) & (truth <= interval[1])
+    run, ends, truth = shared(20 if options.smoke else 100, 0)
+    covered = (ends[0] <= truth) & (truth <= ends[1])
     rows.append(common.Row("Figure 4, right", "shared parameters in their intervals", float(covered.double().mean())))
     rows.append(common.Row("Figure 4, right", "rounds", run.number))
     columns = ["", *(name for metric in METRICS for name in (metric, "sd", "published"))]
     common.show(f"FedLin, Table 2, {options.seeds} runs", columns, lines)
-    draws = lambda: {"fedlin_selection": draw(device[0], run, interval, truth)}
+    draws = lambda: {"fedlin_selection": draw(device[0], run, ends, truth)}
     common.finish("fedlin.selection", rows, options, draws)
 
 

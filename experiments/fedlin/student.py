@@ -26,7 +26,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common, result_pages
 from experiments.fedlin.common import infer, mean_rmse
-from fedtorch.models.device_posterior import credible_interval, selected
+from fedtorch.models.device_posterior import interval, selected
 from fedtorch.models.hierarchical import shrinkage
 
 NUMERIC = 13  # of the 38 predictors, at the front
@@ -79,7 +79,7 @@ def federated(penalty: str, training: ft.data.FederatedData, testing: Schools) -
         "included, school 1": float(chosen[0].sum()),
         "included, school 2": float(chosen[1].sum()),
     }
-    return figures, torch.stack([marginals.mean, *credible_interval(marginals, 0.9)])
+    return figures, torch.stack([marginals.mean, *interval(marginals, 0.9)])
 
 
 def central(penalty: str, training: ft.data.FederatedData, testing: Schools, seed: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ import fedtorch as ft
 from experiments import common
 from fedtorch.federation.algorithms.ep import corrected, devices, posterior, settled
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.hierarchical.generalised import logistic
 from fedtorch.models.hierarchical.hyperpriors import log_normal
 
@@ -58,7 +58,7 @@ def coverage(rate: float, seed: int) -> dict[str, dict[str, float]]:
     found = {}
     for method, (low, high) in of_shared.items():
         covers = (low < shared) & (shared < high)
-        below, above = (end[:, 0] for end in credible_interval(of_sites[method], LEVEL))
+        below, above = (end[:, 0] for end in interval(of_sites[method], LEVEL))
         own = ((below < sites) & (sites < above)).double()
         found[method] = {f"covers {name}": float(each) for name, each in zip(NAMES, covers)}
         found[method] |= {"covers sites": float(own.mean()), "sites without events": float(none.double().mean())}

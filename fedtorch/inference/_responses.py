@@ -17,7 +17,7 @@ from torch.distributions import Categorical, MixtureSameFamily, Normal
 from fedtorch import linalg
 from fedtorch.federation.posterior import Coefficients
 from fedtorch.inference._table_rows import Rows
-from fedtorch.models.device_posterior import DevicePosterior, credible_interval
+from fedtorch.models.device_posterior import DevicePosterior, interval
 from fedtorch.models.estimates import weighted_quantile
 from fedtorch.models.hierarchical.families import Ordered
 from fedtorch.models.quadrature import gauss_hermite
@@ -113,7 +113,7 @@ def _of_some(sites: Coefficients, one: DevicePosterior, rows: Rows, level: float
     offset = torch.zeros_like(rows.x[:, 0]) if rows.offset is None else rows.offset.to(rows.x)
     parts = distribution.component_distribution
     mean, sd = parts.mean[0] + offset[:, None], parts.stddev[0]  # (N, R)
-    low, high = (edge[0] + offset for edge in credible_interval(distribution, level))
+    low, high = (edge[0] + offset for edge in interval(distribution, level))
     estimate, spread = _moments(family.mean, one.weights[0], mean, sd)
     if family.precise:
         variance = sd.square() + one.log_noise[0].exp()
@@ -139,7 +139,7 @@ def _normal_edges(weights: Tensor, mean: Tensor, sd: Tensor, level: float) -> tu
     if bool(sd.isnan().any()):
         return torch.full_like(mean[:, 0], torch.nan), torch.full_like(mean[:, 0], torch.nan)
     parts = Normal(mean, sd, validate_args=False)
-    return credible_interval(MixtureSameFamily(Categorical(weights.expand_as(mean)), parts, validate_args=False), level)
+    return interval(MixtureSameFamily(Categorical(weights.expand_as(mean)), parts, validate_args=False), level)
 
 
 def _drawn_edges(

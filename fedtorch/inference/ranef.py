@@ -13,7 +13,7 @@ from fedtorch.federation.posterior import WIDE, Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
 from fedtorch.inference.pooling import refuse_pooled
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
 
@@ -80,7 +80,7 @@ def ranef(
 
 def _of_mixture(sites: Coefficients, level: float) -> ResultFrame:
     marginals = sites.totals().marginals()
-    low, high = credible_interval(marginals, level)
+    low, high = interval(marginals, level)
     parts = {"estimate": marginals.mean, "sd": marginals.variance.clamp(min=0).sqrt(), "low": low, "high": high}
     columns = {name: part.flatten().tolist() for name, part in parts.items()}
     return ResultFrame.of(columns, _index(sites), level=level)
@@ -148,7 +148,7 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         True
     """
     found = posterior_of(run.algorithm).pooling(run, level, tolerance)
-    low, high = credible_interval(found.pooled.marginals(), level)
+    low, high = interval(found.pooled.marginals(), level)
     mean, variance = found.own.means[:, 0], found.own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
     says = variance.sqrt() < _SAYS * WIDE * found.spread
     at = lambda part: part[..., found.place]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
-__all__ = ["credible_interval", "discoveries", "selected"]
+__all__ = ["discoveries", "interval", "selected"]
 
 _BISECTIONS = 60
 
@@ -94,12 +94,12 @@ def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
     return (low + high) / 2
 
 
-def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> tuple[Tensor, Tensor]:
+def interval(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> tuple[Tensor, Tensor]:
     """Return the equal-tailed interval of probability `level`, in the batch shape.
 
     >>> import torch
     >>> from torch.distributions import Normal
-    >>> low, high = credible_interval(Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double()), level=0.9)
+    >>> low, high = interval(Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double()), level=0.9)
     >>> low.round(decimals=3).tolist(), high.round(decimals=3).tolist()
     ([-1.645, 1.355], [1.645, 4.645])
     """
@@ -121,7 +121,7 @@ def selected(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> Te
     >>> selected(Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double()), level=0.9)
     tensor([False,  True])
     """
-    low, high = credible_interval(distribution, level)
+    low, high = interval(distribution, level)
     return (low > 0) | (high < 0)
 
 

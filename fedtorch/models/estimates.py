@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.gaussian import Moments
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Estimates(NamedTuple):
         if self.normal is not None:
             c = self.coefficients
             exact_sd = self.normal.covariance.diagonal().sqrt()
-            edges = credible_interval(Normal(self.normal.mean, exact_sd, validate_args=False), level)
+            edges = interval(Normal(self.normal.mean, exact_sd, validate_args=False), level)
             mean, sd = torch.cat([self.normal.mean, mean[c:]]), torch.cat([exact_sd, sd[c:]])
             low, high = (torch.cat([edge, other[c:]]) for edge, other in zip(edges, (low, high)))
         columns = {"estimate": mean, "sd": sd, "low": low, "high": high}

@@ -8,8 +8,8 @@ from torch.distributions import Normal
 
 from fedtorch.models.device_posterior import (
     DevicePosterior,
-    credible_interval,
     discoveries,
+    interval,
     null_probability,
     quantile,
     selected,
@@ -26,7 +26,7 @@ def one_normal() -> DevicePosterior:
 def test_a_mixture_of_equal_parts_is_one_normal_density() -> None:
     marginals = one_normal().marginals()
     normal = Normal(torch.tensor([[1.0, 0.0], [0.1, -2.0]]).double(), torch.tensor([0.5, 1.0]).double())
-    for mine, theirs in zip(credible_interval(marginals, 0.9), credible_interval(normal, 0.9)):
+    for mine, theirs in zip(interval(marginals, 0.9), interval(normal, 0.9)):
         assert torch.allclose(mine, theirs)
     assert torch.equal(selected(marginals, 0.9), torch.tensor([[True, False], [False, True]]))
     assert torch.equal(selected(normal, 0.9), selected(marginals, 0.9))
@@ -75,7 +75,7 @@ def test_discoveries_keep_the_bayesian_rate() -> None:
 def test_settings_that_do_not_fit() -> None:
     marginals = one_normal().marginals()
     with pytest.raises(ValueError, match="Expected a level between 0 and 1, but got 1"):
-        credible_interval(marginals, 1.0)
+        interval(marginals, 1.0)
     with pytest.raises(ValueError, match="Expected a probability between 0 and 1, but got 0"):
         quantile(marginals, 0.0)
     with pytest.raises(ValueError, match="Expected a width of at least 0, but got -1"):

@@ -12,7 +12,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.federation.algorithms.matrix_normal import devices
 from fedtorch.models import low_rank
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
 from fedtorch.models.matrix_normal_posterior import average, posterior
 
@@ -91,7 +91,7 @@ def covered(units: int, d: int, rows: int, seeds: int) -> dict[bool, float]:
         head = ft.LinearHead(d, intercept=False, dtype=torch.float64)
         run = ft.run(ft.matrix_normal(ft.least_squares(head), noise=0.1), ft.InProcess(data), rounds=40)
         for known, inside in hits.items():
-            low, high = credible_interval(devices(run, known=known).marginals(), 0.9)
+            low, high = interval(devices(run, known=known).marginals(), 0.9)
             inside.append(((low < theta) & (theta < high)).double().mean())
     return {known: float(torch.stack(inside).mean()) for known, inside in hits.items()}
 
@@ -131,7 +131,7 @@ def test_a_step_for_the_spectrum_alone_takes_intervals_to_nothing() -> None:
 
     optimiser.step(less)
     assert float(at[0].detach().exp()) < 0.01 * float(a)
-    low, high = credible_interval(posterior(known, noise, spectrum(at.detach()), known=True).marginals(), 0.9)
+    low, high = interval(posterior(known, noise, spectrum(at.detach()), known=True).marginals(), 0.9)
     assert float(((low < theta) & (theta < high)).double().mean()) < 0.5
 
 

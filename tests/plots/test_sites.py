@@ -19,7 +19,7 @@ from fedtorch.data.formulas.pooled import pooled_design
 from fedtorch.federation.algorithms import ep
 from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.plots.forests import Line, forest, shortened
 from fedtorch.plots.sites import site_funnel
 
@@ -56,7 +56,7 @@ def drawn(figure: Figure) -> Figure:
 def test_a_forest_has_the_sites_posteriors_and_the_mean_below(run: ft.Run) -> None:
     axes, _ = drawn(ft.plots.forest(run, level=0.8)).axes
     marginals, q = ep.devices(run).marginals(), ep.posterior(run)
-    low, high = (edge[:, 0] for edge in credible_interval(marginals, 0.8))
+    low, high = (edge[:, 0] for edge in interval(marginals, 0.8))
     order = marginals.mean[:, 0].argsort()
     segments = axes.collections[0].get_segments()  # type: ignore[attr-defined]
     np.testing.assert_allclose([s[0, 0] for s in segments], low[order], atol=1e-9)

@@ -18,7 +18,7 @@ from fedtorch.federation.algorithms.ep._start import Factors
 from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.models import gaussian, hierarchical
-from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.device_posterior import interval
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import generalised, hyperpriors, linear_devices
 from fedtorch.models.quadrature import gauss_hermite
@@ -256,8 +256,8 @@ def coverage(runs: int, count: int) -> tuple[float, float]:
         data = ft.data.from_tensors([(x, x @ own + NOISE**0.5 * normal(5)) for x, own in zip(rows, theta)])
         run = infer(model, data, tolerance=0.02)
         q = posterior(run, tolerance=0.02)
-        low, high = credible_interval(devices(run, tolerance=0.02).marginals(), 0.9)
-        shared = credible_interval(torch.distributions.Normal(q.mean, q.stddev), 0.9)
+        low, high = interval(devices(run, tolerance=0.02).marginals(), 0.9)
+        shared = interval(torch.distributions.Normal(q.mean, q.stddev), 0.9)
         truth = torch.cat([mu, tau.log()])
         held = [((low <= theta) & (theta <= high)).flatten(), (shared[0] <= truth) & (truth <= shared[1])]
         inside.append(torch.cat(held).double().mean())
@@ -265,13 +265,13 @@ def coverage(runs: int, count: int) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / runs**0.5)
 
 
-def test_credible_intervals_hold_the_truth() -> None:
+def test_intervals_hold_the_truth() -> None:
     share, error = coverage(12, 8)
     assert abs(share - 0.9) < 3 * error
 
 
 @pytest.mark.slow
-def test_credible_intervals_hold_the_truth_in_five_hundred_data_sets() -> None:
+def test_intervals_hold_the_truth_in_five_hundred_data_sets() -> None:
     share, error = coverage(500, 10)
     assert abs(share - 0.9) < 3 * error
 

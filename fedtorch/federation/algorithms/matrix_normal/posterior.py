@@ -61,14 +61,14 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.federation.algorithms.matrix_normal import devices
-        >>> from fedtorch.models.device_posterior import credible_interval
+        >>> from fedtorch.models.device_posterior import interval
         >>> x = ft.random.normal(ft.random.key(0), (6, 9, 2), torch.float64)
         >>> y = x @ torch.tensor([2.0, -2.0], dtype=torch.float64)
         >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 9), torch.float64)
         >>> head = ft.LinearHead(2, intercept=False, dtype=torch.float64)
         >>> data = ft.data.from_tensors(list(zip(x, y)))
         >>> run = ft.run(ft.matrix_normal(ft.least_squares(head)), ft.InProcess(data), rounds=40)
-        >>> low, high = credible_interval(devices(run).marginals(), 0.95)
+        >>> low, high = interval(devices(run).marginals(), 0.95)
         >>> bool((low[:, 0] > 0).all()), bool((high[:, 1] < 0).all())  # of all six devices
         (True, True)
     """
