@@ -144,7 +144,7 @@ def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
     first, second, third, fourth = random.gamma(random.key(14), 1.0, (4, 5, 6), torch.float64)
     each = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)[:, None, None]
     components = _scales.Components(each(0.3, 0.7), each(2.0, 9.0))
-    known = _scales.Heard(torch.full((5, 1), 7.0).double(), first, second, third)
+    known = _scales.ScaleStatistics(torch.full((5, 1), 7.0).double(), first, second, third)
     keys = random.fold_in(random.key(15), torch.arange(5))
     theirs = _scales.draw(known, fourth, components, keys)
     ours = draw_scale(7, third, fourth, lambda v: _scales.evidence(components, second, v / first), keys)
