@@ -111,6 +111,7 @@ def of_a_formula() -> Walk:
     """The second round of expectation propagation of a linear mixed model by its formula."""
     frame = pd.DataFrame({"site": ["a", "b", "c"] * 8, "x": torch.randn(24).tolist(), "y": torch.randn(24).tolist()})
     data = ft.data.from_frame(frame, client="site", formula="y ~ x + (1 | site)")
+    assert data.design is not None
     return second_round(ft.Run(ft.ep(hierarchical.regression(data.design, noise=1.0)), ft.InProcess(data)))
 
 
