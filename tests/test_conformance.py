@@ -60,6 +60,7 @@ READS = {  # waits of a device in a round, where they are more than four, and wh
     "ep": 10,  # whether to start or to go back; whether nodes have settled; version, pace; history's numbers
     "fedadagrad": 5,  # what the server's optimiser holds, as of the three below
     "fedadam": 5,
+    "fednova": 6,  # whether all have taken steps; two means
     "fedopt": 5,
     "fedyogi": 5,
     "fedmgp": 6,  # whether units have yet to start; whether factors were found, theirs and the server's

@@ -242,6 +242,7 @@ def test_rows_of_other_programs_are_read(tmp_path: Path) -> None:
 
 def test_rows_are_compared_in_blocks_and_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DATA.to_file(path := tmp_path / "rows")
+    header = int.from_bytes(path.read_bytes()[:8], "little")
     read: list[int] = []
     block = memoryview(bytearray(64))
     monkeypatch.setattr(files, "_BLOCK", len(block))
@@ -268,7 +269,7 @@ def test_rows_are_compared_in_blocks_and_stay_in_the_file(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "open", counted)
     assert FederatedData.from_file(path).on_disk
     assert len(read) > 5
-    assert max(read) == 64
+    assert max(size for size in read if size != header) == 64  # the header is read whole, and checked
 
 
 @pytest.mark.parametrize("place", [0, 1, 63, 64, 65, 100, 136])

@@ -82,11 +82,16 @@ class Pooled(NamedTuple):
 
 
 def refuse_pooled(run: Any, function: str) -> None:
-    """Refuse pooled runs where one run is meant."""
+    """Refuse pooled runs, and vertical fits, where one run is meant."""
     if isinstance(run, Pooled):
         raise TypeError(
             f"Expected a run, but got {run.fits} that were pooled; take {function}(run, …) of each run, and the mean "
             "of the estimates, or pooled([(estimate, covariance), …]) of them for intervals"
+        )
+    if hasattr(run, "history") and not hasattr(run, "population"):
+        raise TypeError(
+            f"Expected a run of clients in a population, but got a {type(run).__name__}; run.predict(data) has what its "
+            "models predict, run.evaluate(data) scores"
         )
 
 
