@@ -90,8 +90,8 @@ def refuse_pooled(run: Any, function: str) -> None:
         )
     if hasattr(run, "history") and not hasattr(run, "population"):
         raise TypeError(
-            f"Expected a run of clients in a population, but got a {type(run).__name__}; run.predict(data) has what its "
-            "models predict, run.evaluate(data) scores"
+            f"Expected a run of clients in a population, but got a {type(run).__name__}; run.predict(data) has what "
+            "its models predict, run.evaluate(data) scores"
         )
 
 
