@@ -101,7 +101,7 @@ def test_the_average_of_the_clients_own_fits(weights: Tensor, lr: float, chunk: 
 
 
 @pytest.mark.parametrize("weights", [COUNTS, ODD], ids=["rows", "odd"])
-@pytest.mark.parametrize("mu", [0.5, 2.0])
+@pytest.mark.parametrize("mu", [0.5, 1.0, 2.0])
 def test_fedprox_reaches_its_fixed_point(mu: float, weights: Tensor) -> None:
     data = linear_clients(SIZES)
     weight = {} if weights is COUNTS else {"weight": odd_weight}

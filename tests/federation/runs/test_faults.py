@@ -272,6 +272,8 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="probability between 0 and 1"):
             ft.dropouts(probability)
         with pytest.raises(ValueError, match="probability between 0 and 1"):
+            ft.partial_work(probability)
+        with pytest.raises(ValueError, match="probability between 0 and 1"):
             ft.lost_messages(after=probability)
         with pytest.raises(ValueError, match="probability between 0 and 1"):
             ft.duplicated(probability)
