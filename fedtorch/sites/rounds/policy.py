@@ -40,23 +40,44 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops.
+    """Limits on what a site answers. Every round that it begins to answer counts, also one that the server then drops.
 
     With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
     compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
+
+    Attributes:
+        rounds: how many are answered over all runs, with scores and questions after a fit; None for any number.
+        epsilon: the most that one ledger may count in all, by noise that is added at the site.
+        honest: clients of a sum under masks, its own among them, whose noise the site counts on together.
+        remember_sums: whether sums are remembered in the folder of states; else only while the process runs.
+        carry: how messages must be carried, which the server must want too; or by the algorithm's name.
+        minimum: the rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
+        columns: those that formulas may read, and None for all; the columns of clients and persons are never read.
+        designs: how many may make rows of a frame in all.
+        after_fit: questions after a fit that are answered: "effects", "densities", "margins", "checks". See
+            what_is_private in the documentation for what they reveal.
+        refusals: how many may fail by what is in rows, in all; after these nothing is answered, and under masks the
+            answer is random.
+        person: a column of the frame whose distinct values count for `minimum` in place of rows.
+
+    Example:
+        >>> from fedtorch.sites import Policy
+        >>> policy = Policy(minimum=20, rounds=500, columns=("age", "sbp", "death"))
+        >>> policy.counted
+        'rows'
     """
 
-    rounds: int | None = None  # answered in all, over all runs; scores and questions after a fit count as rounds
-    epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
-    honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
-    remember_sums: bool = True  # in its folder of states; else only as long as its process runs
-    carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
-    minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
-    columns: tuple[str, ...] | None = None  # that formulas may read, those of clients and persons never; None for all
-    designs: int = 100  # by which rows of a frame are made, in all
-    after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    refusals: int = 10  # that fail by what is in rows, in all; then nothing more is answered, under masks by chance
-    person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
+    rounds: int | None = None
+    epsilon: float | None = None
+    honest: int = 1
+    remember_sums: bool = True
+    carry: Carry | Mapping[str, Carry] = plain()
+    minimum: int = 10
+    columns: tuple[str, ...] | None = None
+    designs: int = 100
+    after_fit: tuple[str, ...] = ()
+    refusals: int = 10
+    person: str | None = None
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""
