@@ -63,10 +63,13 @@ def _add_site(commands: Any) -> None:
     enrol.add_argument("token", metavar="TOKEN", help="of `fedtorch invite`, as the server gave it")
     enrol.add_argument("--renew", action="store_true", help="get a new certificate for the key that is there")
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
-    join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
+    join.add_argument("address", metavar="HOST:PORT", nargs="?", help="of the server of the run")
     source = join.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, policy")
     source.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
+    join.add_argument(
+        "--check", action="store_true", help="read --data, say what it lets a server have, and connect to nobody"
+    )
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
@@ -174,6 +177,15 @@ def _enrol(options: argparse.Namespace) -> None:
 
 
 def _join(options: argparse.Namespace) -> None:
+    if options.check:
+        from fedtorch.sites.rounds.configuration import read_configuration
+
+        if options.data is None:
+            raise ValueError("Expected --data FILE with --check, but got --half; a half is checked by running it")
+        print(read_configuration(options.data).described())
+        return
+    if options.address is None:
+        raise ValueError("Expected HOST:PORT of the run's server, but got none; --check connects to nobody")
     (_take_part if options.half is None else _run_half)(options)
 
 

@@ -98,3 +98,49 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert "to define algorithms" in refused(capsys, *join, str(file))
     file.write_text("data, algorithms = 3, {}")
     assert "Expected data as FederatedData" in refused(capsys, *join, str(file))
+
+
+def test_what_a_file_lets_a_server_have_is_said_without_a_connection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "patients.csv").write_text("ward,age,sex,death\n" + "a,50,f,1\na,,m,0\n" * 8 + "b,61,f,0\n" * 4)
+    file = tmp_path / "my_data.py"
+    file.write_text(
+        f"""
+import fedtorch as ft
+from fedtorch.models import hierarchical
+from fedtorch.sites import Policy
+
+frame, client = {str(tmp_path / "patients.csv")!r}, "ward"
+missing = "impute"
+
+def regression(design, family="logistic"):
+    return ft.ep(hierarchical.regression(design, family))
+
+algorithms = {{"regression": regression}}
+policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), rounds=200)
+"""
+    )
+    assert cli.main(["join", "--check", "--data", str(file)]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "Clients: 2 of 20 rows in all (a 16, b 4)",
+        "    age: float64, 8 of 20 cells missing, imputed",
+        "    death: int64, complete",
+        "Columns that no formula reads: ward, sex",
+        "Algorithms: regression(design, family='logistic')",
+        "Behind each number that leaves: at least 10 rows",
+        "Before a run: clients' pseudonyms, and their mean row count",
+        "After a fit: sums over its rows of changes of the mean response",
+        "Rounds in all: 200",
+        "Noise that is accounted for: none",
+    ):
+        assert line in said, said
+    assert "61" not in said, "no value of a row"
+    file.write_text(file.read_text().replace("minimum=10", "minimum=1"))
+    assert cli.main(["join", "--check", "--data", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "a number may be of one row" in said
+    assert "Before a run: clients' names and row counts" in said
+    assert "Expected HOST:PORT" in refused(capsys, "join", "--data", str(file))
+    assert "Expected --data FILE with --check" in refused(capsys, "join", "--check", "--half", "half.py")

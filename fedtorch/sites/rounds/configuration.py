@@ -31,6 +31,7 @@ Where a server asks with a formula, the file has a frame in place of rows, and t
 
 from __future__ import annotations
 
+import inspect
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,9 @@ from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import Cells, level_name
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.sites.formulas.tables import read_frame, without_rows
-from fedtorch.sites.rounds.policy import Policy
+from fedtorch.sites.rounds.policy import AFTER_FIT, Policy
+
+_LISTED = 5  # clients by name
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,53 @@ class SiteConfiguration:
         """
         table = read_frame(frame)
         return cls(without_rows(table, client), algorithms, frame=table, client=client, **more)
+
+    def described(self) -> str:
+        """Return in words, for the site's own people, what it brings and what its policy lets a server have."""
+        policy, counts, names = self.policy, self.data.counts.tolist(), self.data.names
+        counted = policy.counted if policy.person is None else f"persons ({policy.person!r})"
+        each = ", ".join(f"{name} {count}" for name, count in zip(names[:_LISTED], counts))
+        lines = [
+            f"Clients: {len(names)} of {sum(counts)} rows in all ({each}{', …' * (len(names) > _LISTED)})",
+            *self._columns(),
+            "Algorithms: " + ", ".join(f"{name}{inspect.signature(make)}" for name, make in self.algorithms.items()),
+            f"Behind each number that leaves: at least {policy.minimum} {counted}",
+        ]
+        if policy.minimum == 1:
+            lines.append("    so that a number may be of one row, as of a site that is one person")
+        few = min(self.rows_of_clients()) < policy.minimum
+        carry = {"": policy.carry} if not isinstance(policy.carry, Mapping) else policy.carry
+        ways = ", ".join(f"{name}: {way}" if name else str(way) for name, way in carry.items())
+        scores = ", ".join(self.metrics) if self.validation is not None else ""
+        lines += [
+            f"Before a run: clients' {'pseudonyms, and their mean row count' if few else 'names and row counts'}",
+            f"In a run: what the algorithm sends, which `run.disclosure()` lists at the server, carried {ways}",
+            f"Scores of the validation rows: {scores or 'none'}",
+            f"After a fit: {'; '.join(AFTER_FIT[name] for name in policy.after_fit) or 'nothing'}",
+            f"Rounds in all: {'any number' if policy.rounds is None else policy.rounds}",
+            f"Noise that is accounted for: {'none' if policy.epsilon is None else f'epsilon {policy.epsilon:g}'}",
+        ]
+        return "\n".join(lines)
+
+    def _columns(self) -> list[str]:
+        """Return a line on each column of a frame that formulas may read, and one on those that they may not."""
+        if self.frame is None:
+            return []
+        hidden = [name for name in (self.client, self.policy.person) if name]
+        columns = [name for name in self.frame if name not in hidden]
+        read = columns if self.policy.columns is None else [name for name in columns if name in self.policy.columns]
+        lines = ["Columns that formulas may read:"]
+        for name in read:
+            lacking = int(self.frame[name].isna().sum())
+            cells = f"{lacking} of {len(self.frame)} cells missing, {self.missing}d" if lacking else "complete"
+            lines.append(f"    {name}: {self.frame[name].dtype}, {cells}")
+        kept = [*hidden, *(name for name in columns if name not in read)]
+        return [*lines, f"Columns that no formula reads: {', '.join(map(str, kept)) or 'none'}"]
+
+    def rows_of_clients(self) -> list[int]:
+        """Return how many rows, or persons, each client has."""
+        persons = self.persons()
+        return self.data.counts.tolist() if persons is None else [len(each) for each in persons.values()]
 
     def persons(self) -> dict[str, frozenset[Any]] | None:
         """Return whose rows each client has, by its name; None where the policy counts rows."""
