@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -76,17 +77,19 @@ def scores(
         rows = [{name: tree.concatenate(each) for name, each in shared.items()}]
         told = [in_one(every)]
     for k, (one, of_rows) in enumerate(zip(told, rows)):
-        for name, leaves in of_rows.items():
-            sum_of_rows = _held_sums(leaves, minimum, random.fold_in(key, k))
+        numbers = sum(math.prod(leaf.shape[1:]) for leaf in tree.leaves(of_rows))
+        keys = random.split(random.fold_in(key, k), max(len(of_rows), 1))
+        for its, (name, leaves) in zip(keys, sorted(of_rows.items())):
+            sum_of_rows = _held_sums(leaves, minimum, its, numbers)
             after = tree.map(lambda leaf: torch.zeros_like(leaf[1:]), one[name].sums)
             one[name] = one[name]._replace(sums=tree.concatenate([sum_of_rows, after]))
     return tree.concatenate(told)
 
 
-def _held_sums(rows: Tree, minimum: int, key: Tensor) -> Tree:
-    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are."""
+def _held_sums(rows: Tree, minimum: int, key: Tensor, numbers: int) -> Tree:
+    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are; see `held`."""
     leaves = tree.leaves(rows)
-    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key).total
+    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key, numbers).total
     parts = whole.split([leaf[:1].numel() for leaf in leaves])
     shaped = [
         (part if leaf.is_floating_point() else part.round()).to(leaf.dtype).reshape(1, *leaf.shape[1:])

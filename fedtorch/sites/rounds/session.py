@@ -484,7 +484,7 @@ class SiteSession:
             "names": self._names[inboxes.ids],
             "rows": noted(validation),
         }
-        key = self._key("scores", _KEY, of_all, {"metrics": wanted, "minimum": minimum})
+        key = self._key("scores", _KEY, of_all, {"metrics": sorted(set(wanted)), "minimum": minimum})
         asked = (self.clients, inboxes, chosen, metrics, few and additive)
         every = after_fit.scores(*asked, minimum, key)
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))

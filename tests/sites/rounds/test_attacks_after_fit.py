@@ -297,24 +297,46 @@ def test_rows_are_not_counted_by_how_their_log_densities_vary() -> None:
     assert chance(by_doubts(EVERY, 20, SITES), SITES)
 
 
+SQUARED, ABSOLUTE = (
+    lambda prediction, target: (prediction[..., 0] - target).square(),
+    lambda prediction, target: (prediction[..., 0] - target).abs(),
+)
+
+
+def scored(policy: Policy, others: int, seed: int, weight: float, metrics: dict[str, Any]) -> tuple[bool, list[float]]:
+    """(the coin, sums of scores by a model that is far away for who has the level, and near for nobody else)."""
+    draws = torch.Generator().manual_seed(seed)
+    coin = bool(torch.rand(1, generator=draws) < 0.5)
+    level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
+    level[: others + coin] = 1.0
+    data = ft.data.from_tensors([(level, y)])
+    make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+    brought = {
+        name: dataclasses.replace(one, validation=data, metrics=metrics)
+        for name, one in offers(data, make, sites=1, policy=policy).items()
+    }
+    run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+    run.server = run.server | {"weight": torch.full((1, 1), weight)}
+    told = run.evaluate(run.population.validation, metrics)
+    return coin, [told[name].overall * ROWS for name in metrics]
+
+
 def by_scores(policy: Policy, others: int, sites: int) -> int:
-    """By squared errors of a model that is far away for who has the level, and near for nobody else."""
-    found, metrics = 0, {"mse": lambda prediction, target: (prediction[..., 0] - target).square()}
+    found = 0
     for seed in range(sites):
-        draws = torch.Generator().manual_seed(seed)
-        coin = bool(torch.rand(1, generator=draws) < 0.5)
-        level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
-        level[: others + coin] = 1.0
-        data = ft.data.from_tensors([(level, y)])
-        make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
-        brought = {
-            name: dataclasses.replace(one, validation=data, metrics=metrics)
-            for name, one in offers(data, make, sites=1, policy=policy).items()
-        }
-        run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-        run.server = run.server | {"weight": torch.full((1, 1), 1e4)}
-        told = run.evaluate(run.population.validation, metrics)["mse"].overall
-        found += (told * ROWS / 1e8 > others + 0.5) == coin
+        coin, (squares,) = scored(policy, others, seed, 1e4, {"mse": SQUARED})
+        found += (squares / 1e8 > others + 0.5) == coin
+    return found
+
+
+def by_two_scores(policy: Policy, others: int, sites: int) -> int:
+    """By the number of rows of which squared and absolute errors are, were both moved by the same secret number."""
+    found, weight = 0, 1.3e4
+    of_squares, of_sizes = (2 ** (math.ceil(2 * math.log2(size)) / 2) / size for size in (weight**2, weight))
+    for seed in range(sites):
+        coin, (squares, sizes) = scored(policy, others, seed, weight, {"mse": SQUARED, "mae": ABSOLUTE})
+        count = (of_sizes * squares / weight**2 - of_squares * sizes / weight) / (of_sizes - of_squares)
+        found += (count > others + 0.5) == coin
     return found
 
 
@@ -322,6 +344,14 @@ def test_scores_do_not_tell_whether_a_row_is_there() -> None:
     assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 20, SITES) == SITES
     assert chance(by_scores(EVERY, 0, SITES), SITES)
     assert chance(by_scores(EVERY, 20, SITES), SITES)
+
+
+def test_scores_by_two_metrics_have_secret_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chance(by_two_scores(EVERY, 40, SITES), SITES)
+    own = after_fit._held_sums
+    shared = lambda rows, minimum, key, numbers: own(rows, minimum, ft.random.key(0), numbers)
+    monkeypatch.setattr(after_fit, "_held_sums", shared)
+    assert by_two_scores(EVERY, 40, SITES) == SITES
 
 
 # -- log densities and posteriors of clients ---------------------------------------------------------------------------
