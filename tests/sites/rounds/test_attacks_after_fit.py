@@ -484,6 +484,34 @@ def by_regression(site: Site, phi: Tensor) -> int:
     return right(site, gain @ (told - ROWS * mean - more.sum(0) / 2))
 
 
+def by_many_numbers(numbers: int, trials: int, uniform: bool) -> int:
+    """How often it is guessed right, by all numbers of a question about the same rows, whether one row more is there.
+
+    By the middle of what is possible where secret numbers are uniform, or else by the likelihood, which is the mean.
+    """
+    found = 0
+    for trial in range(trials):
+        values = torch.zeros(ROWS, numbers).double()
+        values[: 40 + trial % 2] = 1.0
+        told = holding.held(values, 10, ft.random.key(trial))
+        half = told.variance.sqrt() * math.sqrt(3)
+        ends = (told.total - half).amax(), (told.total + half).amin()
+        guess = torch.stack(ends).mean() if uniform else told.total[told.variance > 0].mean()
+        found += (float(guess) > 40.5) == bool(trial % 2)
+    return found
+
+
+@pytest.mark.parametrize("numbers", [6, 50, 300, 2500])
+def test_many_numbers_tell_of_a_row_no_more_than_is_said(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the extremes and by the likelihood; with uniform numbers the extremes told it."""
+    most = binom.ppf(0.9999, 400, torch.special.ndtr(torch.tensor(math.sqrt(12) / 8).double()).item())
+    assert by_many_numbers(numbers, 400, uniform=False) <= most
+    assert by_many_numbers(numbers, 400, uniform=True) <= most
+    uniform = lambda *given: (ft.random.uniform(*given) - 0.5) * math.sqrt(12)
+    monkeypatch.setattr(holding.random, "normal", uniform)
+    assert numbers < 50 or by_many_numbers(numbers, 400, uniform=True) > most
+
+
 @pytest.mark.slow
 def test_all_numbers_of_a_question_together_tell_nothing_of_who_is_there() -> None:
     """At draws of the fit, and at the most telling that were tried."""
