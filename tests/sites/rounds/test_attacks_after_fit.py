@@ -276,7 +276,7 @@ def test_many_draws_that_are_nearly_alike_are_told_as_few_numbers(monkeypatch: p
 def test_whether_as_many_rows_as_the_minimum_have_a_level_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nine that are known and one more: were sizes cut at the tenth, all of them would be in the sum or none."""
     assert chance(by_margins(EVERY, 9, 10, SITES, least=2.0), SITES)
-    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum: torch.full(shape, minimum))
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum, spread: torch.full(shape, minimum))
     assert by_margins(EVERY, 9, 10, SITES, least=2.0) == SITES
 
 
@@ -501,15 +501,44 @@ def by_many_numbers(numbers: int, trials: int, uniform: bool) -> int:
     return found
 
 
+def two_in_three(trials: int) -> float:
+    """How many of the guesses are right at most where a row moves a normal number by √12 / 4 sds."""
+    return float(binom.ppf(0.9999, trials, torch.special.ndtr(torch.tensor(math.sqrt(12) / 8).double()).item()))
+
+
 @pytest.mark.parametrize("numbers", [6, 50, 300, 2500])
 def test_many_numbers_tell_of_a_row_no_more_than_is_said(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the extremes and by the likelihood; with uniform numbers the extremes told it."""
-    most = binom.ppf(0.9999, 400, torch.special.ndtr(torch.tensor(math.sqrt(12) / 8).double()).item())
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum, spread: torch.full(shape, 30))
+    most = two_in_three(400)
     assert by_many_numbers(numbers, 400, uniform=False) <= most
     assert by_many_numbers(numbers, 400, uniform=True) <= most
     uniform = lambda *given: (ft.random.uniform(*given) - 0.5) * math.sqrt(12)
     monkeypatch.setattr(holding.random, "normal", uniform)
     assert numbers < 50 or by_many_numbers(numbers, 400, uniform=True) > most
+
+
+def by_ranks(numbers: int, others: int, trials: int) -> int:
+    """How often it is guessed right whether one row more is there, by how many of the numbers have any size at all."""
+    spread, found = max(10, 4 * math.sqrt(numbers)) / math.sqrt(12), 0
+    ranks = holding._ranks(ft.random.key(-1), torch.Size([100_000]), 10, spread)
+    middle = ((ranks <= others).double().mean() + (ranks <= others + 1).double().mean()) / 2
+    for trial in range(trials):
+        values = torch.zeros(ROWS, numbers).double()
+        values[: others + trial % 2] = 1.0
+        share = (holding.held(values, 10, ft.random.key(trial)).variance > 0).double().mean()
+        found += bool(share > middle) == bool(trial % 2)
+    return found
+
+
+@pytest.mark.parametrize(("numbers", "others"), [(50, 24), (50, 9), (300, 45), (2500, 49)])
+def test_rows_are_not_counted_by_how_many_numbers_have_a_size(
+    numbers: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert by_ranks(numbers, others, 400) <= two_in_three(400)
+    between = lambda key, shape, minimum, spread: (10 + 10 * ft.random.uniform(key, shape, torch.float64)).long()
+    monkeypatch.setattr(holding, "_ranks", between)
+    assert by_ranks(2500, 14, 100) >= 99
 
 
 @pytest.mark.slow
