@@ -13,12 +13,14 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from scipy.stats import binom, hypergeom
 from support.loopback import Clock, Loopback
+from support.oracles import closed_forms
 from support.sites import offers
 from torch import Tensor
 
@@ -30,7 +32,8 @@ from fedtorch.inference import checks
 from fedtorch.inference.questions import QUESTIONS
 from fedtorch.models.hierarchical import generalised, linear, normal
 from fedtorch.sites import Policy, Remote
-from fedtorch.sites.rounds import _after_fit as after_fit, sites as meeting
+from fedtorch.sites.rounds import _after_fit as after_fit, site as meeting_site, sites as meeting
+from fedtorch.sites.rounds._behind import Behind
 
 PEOPLE, ROWS = 80, 200
 EVERY = Policy(after_fit=("effects", "densities", "margins", "checks"))
@@ -603,3 +606,44 @@ def test_all_rows_of_a_group_may_have_one_value() -> None:
             other[cell] = totals[group]
             alike.append(checks.joined(other, 10).equal(groups))
         assert any(alike)
+
+
+# -- what modules log --------------------------------------------------------------------------------------------------
+
+
+def of_smokers() -> ft.Algorithm:
+    """One that logs the mean response of rows whose first column is positive, NaN where there are none."""
+    made = ft.fedavg(closed_forms.sgd(0.1))
+
+    def client(inbox: Any, state: Any, data: Any, turn: Any) -> Any:
+        reply, (x, y) = made.client(inbox, state, data, turn), data.batch
+        there = (x[..., 0] > 0) & data.mask
+        return reply._replace(info={"of smokers": torch.where(there, y, 0.0).sum(1) / there.sum(1)})
+
+    return dataclasses.replace(made, client=client)
+
+
+def by_two_cohorts(seed: int, folder: Path) -> bool:
+    """Whether a patient's response is guessed right, by means with and without the patient and a ward of no smokers."""
+    draws = torch.Generator().manual_seed(seed)
+    normals = lambda *size: torch.randn(*size, generator=draws, dtype=torch.float64)
+    rows = [(normals(n, closed_forms.linear().weight.shape[1]), normals(n)) for n in (30, 1, 9)]
+    coin = bool(torch.rand(1, generator=draws) < 0.5)
+    rows[1][0][0, 0], rows[1][1][0], rows[2][0][:, 0] = 1.0, 1.0 if coin else -1.0, -1.0
+    data, told = ft.data.from_tensors(rows), []
+    host = Loopback(offers(data, of_smokers, sites=1, policy=EVERY), folder)
+    for cohort in ([0], [0, 1, 2]):
+        remote = Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05)
+        told.append(ft.Run(of_smokers(), remote, seed=3, cohort=cohort).step().info["of smokers"])
+    return (float(2 * told[1][0] - told[0][0]) > 0) == coin  # NaN is a guess, too
+
+
+def test_what_is_logged_is_a_mean_over_the_clients_whose_rows_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory keeps two cohorts apart by the rows of all clients, of which those without a value were in no mean."""
+    monkeypatch.setattr(meeting_site.Site, "_in_order", lambda self, configuration: configuration)
+    assert chance(sum(by_two_cohorts(seed, tmp_path / f"held {seed}") for seed in range(20)), 20)
+    over_some = lambda self, values, ids, taken=None: values.nanmean().expand(len(values)).clone()
+    monkeypatch.setattr(Behind, "joined", over_some)
+    assert sum(by_two_cohorts(seed, tmp_path / f"plain {seed}") for seed in range(20)) == 20
