@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,7 +134,7 @@ def answer(
     kind: Kind,
     sent: Mapping[str, Tensor],
     holder: Holder,
-    configured: Callable[[str | None], SiteConfiguration],
+    others: Sequence[tuple[SiteConfiguration, Frame]],
 ) -> bytes:
     """Return a site's answer.
 
@@ -142,15 +142,15 @@ def answer(
         frame: that asks.
         kind, sent: the question.
         holder: the site in this run.
-        configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
+        others: runs that are asked about beside, see `others`.
+
     Raises:
         Refusal: the site cannot or may not, or other runs are of algorithms, rows or clients that it does not have.
     """
     from fedtorch.federation.runs.holders import Unanswerable, sent_beside
 
     data, beside = holder.data, []
-    for number, other in enumerate(_others(frame)):
-        its = configured(None if other.about.get("design") is None else other.text("design"))
+    for number, (its, other) in enumerate(others):
         if its.data.names != data.names or not its.data.counts.equal(data.counts):
             raise Refusal("the site's rows of another model are not of the same clients, or not as many")
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
@@ -166,12 +166,21 @@ def answer(
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
 
-def _others(frame: Frame) -> list[Frame]:
-    """Return what a question says of other runs, as the frames that begin them say it."""
+def others(
+    frame: Frame, configured: Callable[[str | None], SiteConfiguration]
+) -> list[tuple[SiteConfiguration, Frame]]:
+    """Return what a question says of other runs, as the frames that begin them say it, and the rows of each.
+
+    Args:
+        frame: that asks.
+        configured: design of a formula, as JSON -> the configuration with rows by it.
+    """
     said = frame.names("about").get("beside", [])
     if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
         raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
-    return [frame._replace(kind="begin", about=one) for one in said]
+    runs = [frame._replace(kind="begin", about=one) for one in said]
+    design = lambda run: None if run.about.get("design") is None else run.text("design")
+    return [(configured(design(run)), run) for run in runs]
 
 
 def asked(

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+import pandas
 import pytest
 import torch
 from scipy.stats import binom, hypergeom
@@ -30,9 +32,16 @@ from fedtorch.federation.runs import held as holding
 from fedtorch.federation.runs.holders import _described
 from fedtorch.inference import checks
 from fedtorch.inference.questions import QUESTIONS
+from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import generalised, linear, normal
-from fedtorch.sites import Policy, Remote
-from fedtorch.sites.rounds import _after_fit as after_fit, site as meeting_site, sites as meeting
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
+from fedtorch.sites.rounds import (
+    _after_fit as after_fit,
+    past_sums,
+    session as meeting_session,
+    site as meeting_site,
+    sites as meeting,
+)
 from fedtorch.sites.rounds._behind import Behind
 
 PEOPLE, ROWS = 80, 200
@@ -647,3 +656,44 @@ def test_what_is_logged_is_a_mean_over_the_clients_whose_rows_count(
     over_some = lambda self, values, ids, taken=None: values.nanmean().expand(len(values)).clone()
     monkeypatch.setattr(Behind, "joined", over_some)
     assert sum(by_two_cohorts(seed, tmp_path / f"plain {seed}") for seed in range(20)) == 20
+
+
+# -- rows of which one is changed --------------------------------------------------------------------------------------
+
+
+def smoking(frame: pandas.DataFrame, folder: Path) -> float:
+    """A difference of sums of log densities of two models, of which the one beside has a column more."""
+    regression = lambda design: ft.ep(hierarchical.regression(design, "logistic"))
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "ward", {"it": regression}, policy=EVERY)}, folder)
+    runs = []
+    for formula in ("died ~ age + smoker + (1 | ward)", "died ~ age + (1 | ward)"):
+        design = agree(host, ["a"], formula, client="ward")
+        runs.append(ft.Run(regression(design), Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)))
+        runs[-1].step()
+    longer, shorter = (torch.zeros(2, len(run.algorithm.start["shift"])).double() for run in runs)
+    longer[:, 1], longer[:, 2], longer[:, 3:], shorter[:, 2:] = 0.3, 1.0, -20.0, -20.0
+    sent = {"phi": shorter, "phi 0": longer, "key 0": ft.random.key(0)}
+    return float(asked(runs[1], sent, "densities", method="waic", beside=[_described(runs[0])])["apart"][0, 1])
+
+
+def by_a_changed_cell(seed: int, folder: Path) -> bool:
+    """Whether it is guessed right if a patient smoked, of whom a site changes that between two questions."""
+    draws = numpy.random.default_rng(seed)
+    frame = pandas.DataFrame({"ward": numpy.repeat(["w 0", "w 1"], 60), "age": draws.normal(60, 10, 120)})
+    frame["smoker"], frame["died"] = draws.integers(0, 2, 120), draws.integers(0, 2, 120)
+    patient = int(draws.integers(120))
+    before, changed = smoking(frame, folder), frame.copy()
+    changed.loc[patient, "smoker"] = 1 - frame.loc[patient, "smoker"]
+    more = smoking(changed, folder) > before
+    return (more == bool(frame.loc[patient, "died"])) != bool(frame.loc[patient, "smoker"])
+
+
+def test_the_secret_numbers_are_of_the_rows_of_models_beside_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were they the same again, two answers would differ by the row that is changed alone."""
+    monkeypatch.setattr(past_sums, "begin", lambda path: None)
+    right = sum(by_a_changed_cell(seed, tmp_path / f"held {seed}") for seed in range(20))
+    assert chance(right, 20)
+    monkeypatch.setattr(meeting_session, "noted", lambda data: {})
+    assert sum(by_a_changed_cell(seed, tmp_path / f"plain {seed}") for seed in range(20)) >= 18
