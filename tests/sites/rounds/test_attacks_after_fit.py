@@ -31,8 +31,7 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs import held as holding
 from fedtorch.federation.runs.holders import _described
 from fedtorch.inference import checks
-from fedtorch.inference.questions import QUESTIONS
-from fedtorch.models import hierarchical
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import generalised, linear, normal
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
 from fedtorch.sites.rounds import (
@@ -414,29 +413,29 @@ def test_accuracy_of_ordinary_use_is_told() -> None:
     assert table["difference"].tolist() == [0.0, 0.0]
 
 
-def evidence_of_a_patient(sites: int) -> int:
-    """At how many sites it is guessed right what a patient's one response is, who is beside a ward of many rows."""
+def by_evidence(policy: Policy, some: int = 30) -> int:
+    """How many people are guessed right by the evidence at cavities that are points on planes beside each of them."""
+    site, steepness, width = fitted(policy), 1e8, 1e-5
+    outbox, precision = site.run.outbox, torch.eye(3).double() * 1e22
+
+    def evidence(phi: Tensor) -> float:
+        posterior = outbox.posterior._replace(shift=precision @ phi, precision=gaussian.pack(precision))
+        share = ft.tree.map(torch.zeros_like, outbox.share)
+        return float(
+            site.run.clients.ask(outbox._replace(posterior=posterior, share=share), "evidence", {}, {})["elpd"]
+        )
+
     found = 0
-    for seed in range(sites):
-        draws = torch.Generator().manual_seed(seed)
-        x = torch.stack([torch.ones(100).double(), torch.randn(100, generator=draws).double()], 1)
-        y = (torch.rand(100, generator=draws).double() < (2 * x[:, 1]).sigmoid()).double()
-        coin = bool(torch.rand(1, generator=draws) < 0.5)
-        patient = (torch.tensor([[1.0, 1.5]]).double(), torch.tensor([float(coin)]).double())
-        make = lambda: ft.ep(generalised.logistic(normal(2, random=[])))
-        run = hosted(ft.data.from_tensors([(x, y), patient]), make, EVERY, rounds=4)
-        told = run.clients.ask(run.outbox, "evidence", {}, {})
-        half = float((2 * told["squares"] - told["elpd"].square()).clamp(min=0).sqrt())
-        found += ((float(told["elpd"]) + half) / 2 > math.log(0.5)) == coin
+    for planes, there in zip(three_planes(site.people[:some], steepness, width), site.there, strict=False):
+        first, middle, last = map(evidence, planes)
+        found += (abs(first - 2 * middle + last) / (steepness * width) > 0.5) == bool(there)
     return found
 
 
-def test_the_evidence_of_two_clients_is_not_told_where_one_is_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum and a sum of squares of two numbers are both of them."""
-    with pytest.raises(RuntimeError, match="sums over its rows of log densities of fewer than 10 rows"):
-        evidence_of_a_patient(1)
-    monkeypatch.setitem(QUESTIONS, "evidence", QUESTIONS["evidence"]._replace(weighed=False))
-    assert evidence_of_a_patient(10) == 10
+def test_evidence_tells_who_is_there_and_is_not_told_where_rows_are_counted() -> None:
+    assert by_evidence(SINGLE) >= 28
+    with pytest.raises(RuntimeError, match=r"held by no rows; its side would allow it by Policy\(minimum=1\)"):
+        by_evidence(EVERY)
 
 
 def by_deviations(policy: Policy) -> int:
