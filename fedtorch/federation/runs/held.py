@@ -6,13 +6,17 @@ site that wants `minimum` rows behind each number therefore holds a sum :math:`\
 - values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
   from the one that all rows but fewer than the k of below have, or from zero;
 - their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, so that fewer rows than
-  that are no larger than others; k is secret, from `minimum` to twice as many, since whether there are that many would
-  tell a row of who knows all others;
-- the sum is moved by a secret number, uniform between plus and minus half of what :math:`r` rows of this size have.
+  that are no larger than others, and at none where there are fewer rows; k is secret, of each number its own, since
+  whether there are that many would tell a row of who knows all others. It is normal with an sd of r / √12, see below,
+  and a mean of 1.5 times the minimum, or three sds where these are more;
+- the sum is moved by a secret normal number, whose sd is what :math:`r / \sqrt{12}` rows of this size have.
 
-A row more or less is then seen with a probability of about 1/r, by who knows all others. :math:`r = \max(minimum,
-4\sqrt m)` where a row is in :math:`m` numbers of a question: all of them together tell about it little more than one
-does. The secret numbers follow from the site's secret and from all that is asked.
+Here :math:`r = \max(minimum, 4\sqrt m)` where a row is in :math:`m` numbers of a question. Who knows all other rows
+tells by the m numbers together whether a row is there as well as by one normal number that it moves by at most
+:math:`\sqrt{12} / 4` sds: a guess is right two times in three (67 %), and with m = 1 and a minimum of ten 57 %. As much
+again is told by which sizes they are cut at. Uniform numbers would tell more, by the largest and the smallest of many.
+The secret numbers follow from the site's secret and
+from all that is asked.
 
 Sums at draws of a posterior, of which there may be a thousand, are told as their best linear approximation in the
 draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much
@@ -40,6 +44,8 @@ from fedtorch.models.device_posterior import DevicePosterior
 
 _STEPS = 2  # of sizes, in a factor of 2
 _ROWS = 4.0  # √m times as many rows are what all numbers of a question together are moved by, at least
+_RANK = 1.5  # times the minimum is how many rows share a size, in the mean
+_SDS = 3.0  # at least, are between that and none
 _MIDDLE = 4  # times the minimum are rows of which the middle half is taken
 _GRID = 2.0**-30  # of a move; what is told has no digits below
 _FLAT = 1e-9  # of the largest singular value; draws do not move in a direction that has less
@@ -70,7 +76,8 @@ def held(
         return Held(total, torch.zeros_like(total))
     values = torch.where(values.isnan(), 0.0, values)
     for_ranks, for_moves = random.split(key, 2)
-    ranks = _ranks(for_ranks, total.shape, minimum).clamp(max=count)
+    spread = max(minimum, _ROWS * math.sqrt(numbers or values.shape[1])) / math.sqrt(12)
+    ranks = _ranks(for_ranks, total.shape, minimum, spread)
     if around is not None:
         middle = around
     elif count >= _MIDDLE * minimum:
@@ -79,19 +86,20 @@ def held(
         most = values.median(0).values
         middle = torch.where((values != most).sum(0) < ranks, most, 0.0)
     away = values - middle
-    largest = away.abs().topk(min(2 * minimum, count), 0).values.gather(0, ranks[None] - 1)[0]
+    descending = away.abs().sort(0, descending=True).values
+    largest = descending.gather(0, ranks.clamp(1, count)[None] - 1)[0].where((ranks >= 1) & (ranks <= count), 0.0)
     safe = largest.where(largest > 0, 1.0)
     edge = torch.exp2((safe.log2() * _STEPS).ceil() / _STEPS).where(largest > 0, 0.0)
-    step = max(minimum, _ROWS * math.sqrt(numbers or values.shape[1])) * edge
-    secret = random.uniform(for_moves, step.shape, torch.float64) - 0.5
-    moved = count * middle + away.clamp(-edge, edge).sum(0) + step * secret
-    grid = (_GRID * step).where(step > 0, 1.0)
-    return Held(torch.where(step > 0, (moved / grid).round() * grid, moved), step.square() / 12)
+    sd = spread * edge
+    moved = count * middle + away.clamp(-edge, edge).sum(0) + sd * random.normal(for_moves, sd.shape, torch.float64)
+    grid = (_GRID * sd).where(sd > 0, 1.0)
+    return Held(torch.where(sd > 0, (moved / grid).round() * grid, moved), sd.square())
 
 
-def _ranks(key: Tensor, shape: torch.Size, minimum: int) -> Tensor:
-    """Return how many rows share a size, secret whole numbers from the minimum to less than twice as many."""
-    return minimum + (random.uniform(key, shape, torch.float64) * minimum).long()
+def _ranks(key: Tensor, shape: torch.Size, minimum: int, spread: float) -> Tensor:
+    """Return how many rows share a size, secret whole numbers."""
+    middle = max(_RANK * minimum, _SDS * spread)
+    return (middle + spread * random.normal(key, shape, torch.float64)).round().long()
 
 
 def basis(phi: Tensor) -> Tensor:

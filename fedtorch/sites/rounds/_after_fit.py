@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,17 +77,19 @@ def scores(
         rows = [{name: tree.concatenate(each) for name, each in shared.items()}]
         told = [in_one(every)]
     for k, (one, of_rows) in enumerate(zip(told, rows)):
-        for name, leaves in of_rows.items():
-            sum_of_rows = _held_sums(leaves, minimum, random.fold_in(key, k))
+        numbers = sum(math.prod(leaf.shape[1:]) for leaf in tree.leaves(of_rows))
+        keys = random.split(random.fold_in(key, k), max(len(of_rows), 1))
+        for its, (name, leaves) in zip(keys, sorted(of_rows.items())):
+            sum_of_rows = _held_sums(leaves, minimum, its, numbers)
             after = tree.map(lambda leaf: torch.zeros_like(leaf[1:]), one[name].sums)
             one[name] = one[name]._replace(sums=tree.concatenate([sum_of_rows, after]))
     return tree.concatenate(told)
 
 
-def _held_sums(rows: Tree, minimum: int, key: Tensor) -> Tree:
-    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are."""
+def _held_sums(rows: Tree, minimum: int, key: Tensor, numbers: int) -> Tree:
+    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are; see `held`."""
     leaves = tree.leaves(rows)
-    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key).total
+    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key, numbers).total
     parts = whole.split([leaf[:1].numel() for leaf in leaves])
     shaped = [
         (part if leaf.is_floating_point() else part.round()).to(leaf.dtype).reshape(1, *leaf.shape[1:])
@@ -131,7 +134,7 @@ def answer(
     kind: Kind,
     sent: Mapping[str, Tensor],
     holder: Holder,
-    configured: Callable[[str | None], SiteConfiguration],
+    others: Sequence[tuple[SiteConfiguration, Frame]],
 ) -> bytes:
     """Return a site's answer.
 
@@ -139,15 +142,15 @@ def answer(
         frame: that asks.
         kind, sent: the question.
         holder: the site in this run.
-        configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
+        others: runs that are asked about beside, see `others`.
+
     Raises:
         Refusal: the site cannot or may not, or other runs are of algorithms, rows or clients that it does not have.
     """
     from fedtorch.federation.runs.holders import Unanswerable, sent_beside
 
     data, beside = holder.data, []
-    for number, other in enumerate(_others(frame)):
-        its = configured(None if other.about.get("design") is None else other.text("design"))
+    for number, (its, other) in enumerate(others):
         if its.data.names != data.names or not its.data.counts.equal(data.counts):
             raise Refusal("the site's rows of another model are not of the same clients, or not as many")
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
@@ -163,12 +166,21 @@ def answer(
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
 
-def _others(frame: Frame) -> list[Frame]:
-    """Return what a question says of other runs, as the frames that begin them say it."""
+def others(
+    frame: Frame, configured: Callable[[str | None], SiteConfiguration]
+) -> list[tuple[SiteConfiguration, Frame]]:
+    """Return what a question says of other runs, as the frames that begin them say it, and the rows of each.
+
+    Args:
+        frame: that asks.
+        configured: design of a formula, as JSON -> the configuration with rows by it.
+    """
     said = frame.names("about").get("beside", [])
     if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
         raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
-    return [frame._replace(kind="begin", about=one) for one in said]
+    runs = [frame._replace(kind="begin", about=one) for one in said]
+    design = lambda run: None if run.about.get("design") is None else run.text("design")
+    return [(configured(design(run)), run) for run in runs]
 
 
 def asked(

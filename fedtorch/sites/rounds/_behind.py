@@ -157,16 +157,19 @@ class Behind:
             )
 
     def joined(self, values: Tensor, ids: Tensor, taken: int | None = None) -> Tensor:
-        """Return a diagnostic of clients `(M,)`, the mean in the place of each; NaN where few rows have a value.
+        """Return a diagnostic of clients `(M,)`, the mean in the place of each; NaN where one has none.
+
+        The memory of cohorts counts the rows of all of them, so that the mean has to be one of all.
 
         Args:
             values: of each client.
             ids: of the clients `(M,)`.
             taken: rows of each that are in its own value at least, see `check_taken`; None for all that it has.
         """
-        there = ids[~values.isnan()]
+        there = ids[self.each(ids) > 0]
         enough = self.is_enough(there) and (taken is None or self._together(there, taken) >= self.least)
-        one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
+        whole = enough and not bool(values[self.each(ids) > 0].isnan().any())
+        one = values.nanmean() if whole else torch.full_like(values[:1].sum(), torch.nan)
         return one.expand(len(values)).clone()
 
     def note(self, what: str, ids: Tensor, why: str = "") -> None:

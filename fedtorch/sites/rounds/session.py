@@ -484,7 +484,7 @@ class SiteSession:
             "names": self._names[inboxes.ids],
             "rows": noted(validation),
         }
-        key = self._key("scores", _KEY, of_all, {"metrics": wanted, "minimum": minimum})
+        key = self._key("scores", _KEY, of_all, {"metrics": sorted(set(wanted)), "minimum": minimum})
         asked = (self.clients, inboxes, chosen, metrics, few and additive)
         every = after_fit.scores(*asked, minimum, key)
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
@@ -514,6 +514,7 @@ class SiteSession:
         minimum *= configuration.rows_of_a_person()  # so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
+        others = after_fit.others(frame, beside)
         about = {"question": kind.name, "about": dict(frame.names("about")), "minimum": minimum}
         of_all = {
             "sent": sent,
@@ -521,11 +522,12 @@ class SiteSession:
             "states": self.clients.table.read(inboxes.ids),
             "names": self._names[inboxes.ids],
             "rows": noted(data),  # of which one may be new
+            "beside": {str(number): noted(its.data) for number, (its, _) in enumerate(others)},
         }
         own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
         if minimum > 1:
             holder = holder._replace(key=self._key("what is told of rows", _KEY, of_all, about))
-        return after_fit.answer(frame, kind, {**sent, **own}, holder, beside)
+        return after_fit.answer(frame, kind, {**sent, **own}, holder, others)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""

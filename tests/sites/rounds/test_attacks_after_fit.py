@@ -13,12 +13,16 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+import pandas
 import pytest
 import torch
 from scipy.stats import binom, hypergeom
 from support.loopback import Clock, Loopback
+from support.oracles import closed_forms
 from support.sites import offers
 from torch import Tensor
 
@@ -27,10 +31,17 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs import held as holding
 from fedtorch.federation.runs.holders import _described
 from fedtorch.inference import checks
-from fedtorch.inference.questions import QUESTIONS
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import generalised, linear, normal
-from fedtorch.sites import Policy, Remote
-from fedtorch.sites.rounds import _after_fit as after_fit, sites as meeting
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
+from fedtorch.sites.rounds import (
+    _after_fit as after_fit,
+    past_sums,
+    session as meeting_session,
+    site as meeting_site,
+    sites as meeting,
+)
+from fedtorch.sites.rounds._behind import Behind
 
 PEOPLE, ROWS = 80, 200
 EVERY = Policy(after_fit=("effects", "densities", "margins", "checks"))
@@ -276,7 +287,7 @@ def test_many_draws_that_are_nearly_alike_are_told_as_few_numbers(monkeypatch: p
 def test_whether_as_many_rows_as_the_minimum_have_a_level_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nine that are known and one more: were sizes cut at the tenth, all of them would be in the sum or none."""
     assert chance(by_margins(EVERY, 9, 10, SITES, least=2.0), SITES)
-    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum: torch.full(shape, minimum))
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum, spread: torch.full(shape, minimum))
     assert by_margins(EVERY, 9, 10, SITES, least=2.0) == SITES
 
 
@@ -297,24 +308,46 @@ def test_rows_are_not_counted_by_how_their_log_densities_vary() -> None:
     assert chance(by_doubts(EVERY, 20, SITES), SITES)
 
 
+SQUARED, ABSOLUTE = (
+    lambda prediction, target: (prediction[..., 0] - target).square(),
+    lambda prediction, target: (prediction[..., 0] - target).abs(),
+)
+
+
+def scored(policy: Policy, others: int, seed: int, weight: float, metrics: dict[str, Any]) -> tuple[bool, list[float]]:
+    """(the coin, sums of scores by a model that is far away for who has the level, and near for nobody else)."""
+    draws = torch.Generator().manual_seed(seed)
+    coin = bool(torch.rand(1, generator=draws) < 0.5)
+    level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
+    level[: others + coin] = 1.0
+    data = ft.data.from_tensors([(level, y)])
+    make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+    brought = {
+        name: dataclasses.replace(one, validation=data, metrics=metrics)
+        for name, one in offers(data, make, sites=1, policy=policy).items()
+    }
+    run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+    run.server = run.server | {"weight": torch.full((1, 1), weight)}
+    told = run.evaluate(run.population.validation, metrics)
+    return coin, [told[name].overall * ROWS for name in metrics]
+
+
 def by_scores(policy: Policy, others: int, sites: int) -> int:
-    """By squared errors of a model that is far away for who has the level, and near for nobody else."""
-    found, metrics = 0, {"mse": lambda prediction, target: (prediction[..., 0] - target).square()}
+    found = 0
     for seed in range(sites):
-        draws = torch.Generator().manual_seed(seed)
-        coin = bool(torch.rand(1, generator=draws) < 0.5)
-        level, y = torch.zeros(ROWS, 1), torch.randn(ROWS, generator=draws)
-        level[: others + coin] = 1.0
-        data = ft.data.from_tensors([(level, y)])
-        make = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
-        brought = {
-            name: dataclasses.replace(one, validation=data, metrics=metrics)
-            for name, one in offers(data, make, sites=1, policy=policy).items()
-        }
-        run = ft.Run(make(), Remote(Loopback(brought, None), ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-        run.server = run.server | {"weight": torch.full((1, 1), 1e4)}
-        told = run.evaluate(run.population.validation, metrics)["mse"].overall
-        found += (told * ROWS / 1e8 > others + 0.5) == coin
+        coin, (squares,) = scored(policy, others, seed, 1e4, {"mse": SQUARED})
+        found += (squares / 1e8 > others + 0.5) == coin
+    return found
+
+
+def by_two_scores(policy: Policy, others: int, sites: int) -> int:
+    """By the number of rows of which squared and absolute errors are, were both moved by the same secret number."""
+    found, weight = 0, 1.3e4
+    of_squares, of_sizes = (2 ** (math.ceil(2 * math.log2(size)) / 2) / size for size in (weight**2, weight))
+    for seed in range(sites):
+        coin, (squares, sizes) = scored(policy, others, seed, weight, {"mse": SQUARED, "mae": ABSOLUTE})
+        count = (of_sizes * squares / weight**2 - of_squares * sizes / weight) / (of_sizes - of_squares)
+        found += (count > others + 0.5) == coin
     return found
 
 
@@ -322,6 +355,14 @@ def test_scores_do_not_tell_whether_a_row_is_there() -> None:
     assert by_scores(SINGLE, 0, SITES) == by_scores(SINGLE, 20, SITES) == SITES
     assert chance(by_scores(EVERY, 0, SITES), SITES)
     assert chance(by_scores(EVERY, 20, SITES), SITES)
+
+
+def test_scores_by_two_metrics_have_secret_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chance(by_two_scores(EVERY, 40, SITES), SITES)
+    own = after_fit._held_sums
+    shared = lambda rows, minimum, key, numbers: own(rows, minimum, ft.random.key(0), numbers)
+    monkeypatch.setattr(after_fit, "_held_sums", shared)
+    assert by_two_scores(EVERY, 40, SITES) == SITES
 
 
 # -- log densities and posteriors of clients ---------------------------------------------------------------------------
@@ -372,29 +413,29 @@ def test_accuracy_of_ordinary_use_is_told() -> None:
     assert table["difference"].tolist() == [0.0, 0.0]
 
 
-def evidence_of_a_patient(sites: int) -> int:
-    """At how many sites it is guessed right what a patient's one response is, who is beside a ward of many rows."""
+def by_evidence(policy: Policy, some: int = 30) -> int:
+    """How many people are guessed right by the evidence at cavities that are points on planes beside each of them."""
+    site, steepness, width = fitted(policy), 1e8, 1e-5
+    outbox, precision = site.run.outbox, torch.eye(3).double() * 1e22
+
+    def evidence(phi: Tensor) -> float:
+        posterior = outbox.posterior._replace(shift=precision @ phi, precision=gaussian.pack(precision))
+        share = ft.tree.map(torch.zeros_like, outbox.share)
+        return float(
+            site.run.clients.ask(outbox._replace(posterior=posterior, share=share), "evidence", {}, {})["elpd"]
+        )
+
     found = 0
-    for seed in range(sites):
-        draws = torch.Generator().manual_seed(seed)
-        x = torch.stack([torch.ones(100).double(), torch.randn(100, generator=draws).double()], 1)
-        y = (torch.rand(100, generator=draws).double() < (2 * x[:, 1]).sigmoid()).double()
-        coin = bool(torch.rand(1, generator=draws) < 0.5)
-        patient = (torch.tensor([[1.0, 1.5]]).double(), torch.tensor([float(coin)]).double())
-        make = lambda: ft.ep(generalised.logistic(normal(2, random=[])))
-        run = hosted(ft.data.from_tensors([(x, y), patient]), make, EVERY, rounds=4)
-        told = run.clients.ask(run.outbox, "evidence", {}, {})
-        half = float((2 * told["squares"] - told["elpd"].square()).clamp(min=0).sqrt())
-        found += ((float(told["elpd"]) + half) / 2 > math.log(0.5)) == coin
+    for planes, there in zip(three_planes(site.people[:some], steepness, width), site.there, strict=False):
+        first, middle, last = map(evidence, planes)
+        found += (abs(first - 2 * middle + last) / (steepness * width) > 0.5) == bool(there)
     return found
 
 
-def test_the_evidence_of_two_clients_is_not_told_where_one_is_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum and a sum of squares of two numbers are both of them."""
-    with pytest.raises(RuntimeError, match="sums over its rows of log densities of fewer than 10 rows"):
-        evidence_of_a_patient(1)
-    monkeypatch.setitem(QUESTIONS, "evidence", QUESTIONS["evidence"]._replace(weighed=False))
-    assert evidence_of_a_patient(10) == 10
+def test_evidence_tells_who_is_there_and_is_not_told_where_rows_are_counted() -> None:
+    assert by_evidence(SINGLE) >= 28
+    with pytest.raises(RuntimeError, match=r"held by no rows; its side would allow it by Policy\(minimum=1\)"):
+        by_evidence(EVERY)
 
 
 def by_deviations(policy: Policy) -> int:
@@ -452,6 +493,63 @@ def by_regression(site: Site, phi: Tensor) -> int:
     more = own - mean
     gain = more @ torch.linalg.pinv(more.mT @ more + 4 * noise, hermitian=True)
     return right(site, gain @ (told - ROWS * mean - more.sum(0) / 2))
+
+
+def by_many_numbers(numbers: int, trials: int, uniform: bool) -> int:
+    """How often it is guessed right, by all numbers of a question about the same rows, whether one row more is there.
+
+    By the middle of what is possible where secret numbers are uniform, or else by the likelihood, which is the mean.
+    """
+    found = 0
+    for trial in range(trials):
+        values = torch.zeros(ROWS, numbers).double()
+        values[: 40 + trial % 2] = 1.0
+        told = holding.held(values, 10, ft.random.key(trial))
+        half = told.variance.sqrt() * math.sqrt(3)
+        ends = (told.total - half).amax(), (told.total + half).amin()
+        guess = torch.stack(ends).mean() if uniform else told.total[told.variance > 0].mean()
+        found += (float(guess) > 40.5) == bool(trial % 2)
+    return found
+
+
+def two_in_three(trials: int) -> float:
+    """How many of the guesses are right at most where a row moves a normal number by √12 / 4 sds."""
+    return float(binom.ppf(0.9999, trials, torch.special.ndtr(torch.tensor(math.sqrt(12) / 8).double()).item()))
+
+
+@pytest.mark.parametrize("numbers", [6, 50, 300, 2500])
+def test_many_numbers_tell_of_a_row_no_more_than_is_said(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the extremes and by the likelihood; with uniform numbers the extremes told it."""
+    monkeypatch.setattr(holding, "_ranks", lambda key, shape, minimum, spread: torch.full(shape, 30))
+    most = two_in_three(400)
+    assert by_many_numbers(numbers, 400, uniform=False) <= most
+    assert by_many_numbers(numbers, 400, uniform=True) <= most
+    uniform = lambda *given: (ft.random.uniform(*given) - 0.5) * math.sqrt(12)
+    monkeypatch.setattr(holding.random, "normal", uniform)
+    assert numbers < 50 or by_many_numbers(numbers, 400, uniform=True) > most
+
+
+def by_ranks(numbers: int, others: int, trials: int) -> int:
+    """How often it is guessed right whether one row more is there, by how many of the numbers have any size at all."""
+    spread, found = max(10, 4 * math.sqrt(numbers)) / math.sqrt(12), 0
+    ranks = holding._ranks(ft.random.key(-1), torch.Size([100_000]), 10, spread)
+    middle = ((ranks <= others).double().mean() + (ranks <= others + 1).double().mean()) / 2
+    for trial in range(trials):
+        values = torch.zeros(ROWS, numbers).double()
+        values[: others + trial % 2] = 1.0
+        share = (holding.held(values, 10, ft.random.key(trial)).variance > 0).double().mean()
+        found += bool(share > middle) == bool(trial % 2)
+    return found
+
+
+@pytest.mark.parametrize(("numbers", "others"), [(50, 24), (50, 9), (300, 45), (2500, 49)])
+def test_rows_are_not_counted_by_how_many_numbers_have_a_size(
+    numbers: int, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert by_ranks(numbers, others, 400) <= two_in_three(400)
+    between = lambda key, shape, minimum, spread: (10 + 10 * ft.random.uniform(key, shape, torch.float64)).long()
+    monkeypatch.setattr(holding, "_ranks", between)
+    assert by_ranks(2500, 14, 100) >= 99
 
 
 @pytest.mark.slow
@@ -516,3 +614,85 @@ def test_all_rows_of_a_group_may_have_one_value() -> None:
             other[cell] = totals[group]
             alike.append(checks.joined(other, 10).equal(groups))
         assert any(alike)
+
+
+# -- what modules log --------------------------------------------------------------------------------------------------
+
+
+def of_smokers() -> ft.Algorithm:
+    """One that logs the mean response of rows whose first column is positive, NaN where there are none."""
+    made = ft.fedavg(closed_forms.sgd(0.1))
+
+    def client(inbox: Any, state: Any, data: Any, turn: Any) -> Any:
+        reply, (x, y) = made.client(inbox, state, data, turn), data.batch
+        there = (x[..., 0] > 0) & data.mask
+        return reply._replace(info={"of smokers": torch.where(there, y, 0.0).sum(1) / there.sum(1)})
+
+    return dataclasses.replace(made, client=client)
+
+
+def by_two_cohorts(seed: int, folder: Path) -> bool:
+    """Whether a patient's response is guessed right, by means with and without the patient and a ward of no smokers."""
+    draws = torch.Generator().manual_seed(seed)
+    normals = lambda *size: torch.randn(*size, generator=draws, dtype=torch.float64)
+    rows = [(normals(n, closed_forms.linear().weight.shape[1]), normals(n)) for n in (30, 1, 9)]
+    coin = bool(torch.rand(1, generator=draws) < 0.5)
+    rows[1][0][0, 0], rows[1][1][0], rows[2][0][:, 0] = 1.0, 1.0 if coin else -1.0, -1.0
+    data, told = ft.data.from_tensors(rows), []
+    host = Loopback(offers(data, of_smokers, sites=1, policy=EVERY), folder)
+    for cohort in ([0], [0, 1, 2]):
+        remote = Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05)
+        told.append(ft.Run(of_smokers(), remote, seed=3, cohort=cohort).step().info["of smokers"])
+    return (float(2 * told[1][0] - told[0][0]) > 0) == coin  # NaN is a guess, too
+
+
+def test_what_is_logged_is_a_mean_over_the_clients_whose_rows_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory keeps two cohorts apart by the rows of all clients, of which those without a value were in no mean."""
+    monkeypatch.setattr(meeting_site.Site, "_in_order", lambda self, configuration: configuration)
+    assert chance(sum(by_two_cohorts(seed, tmp_path / f"held {seed}") for seed in range(20)), 20)
+    over_some = lambda self, values, ids, taken=None: values.nanmean().expand(len(values)).clone()
+    monkeypatch.setattr(Behind, "joined", over_some)
+    assert sum(by_two_cohorts(seed, tmp_path / f"plain {seed}") for seed in range(20)) == 20
+
+
+# -- rows of which one is changed --------------------------------------------------------------------------------------
+
+
+def smoking(frame: pandas.DataFrame, folder: Path) -> float:
+    """A difference of sums of log densities of two models, of which the one beside has a column more."""
+    regression = lambda design: ft.ep(hierarchical.regression(design, "logistic"))
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "ward", {"it": regression}, policy=EVERY)}, folder)
+    runs = []
+    for formula in ("died ~ age + smoker + (1 | ward)", "died ~ age + (1 | ward)"):
+        design = agree(host, ["a"], formula, client="ward")
+        runs.append(ft.Run(regression(design), Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)))
+        runs[-1].step()
+    longer, shorter = (torch.zeros(2, len(run.algorithm.start["shift"])).double() for run in runs)
+    longer[:, 1], longer[:, 2], longer[:, 3:], shorter[:, 2:] = 0.3, 1.0, -20.0, -20.0
+    sent = {"phi": shorter, "phi 0": longer, "key 0": ft.random.key(0)}
+    return float(asked(runs[1], sent, "densities", method="waic", beside=[_described(runs[0])])["apart"][0, 1])
+
+
+def by_a_changed_cell(seed: int, folder: Path) -> bool:
+    """Whether it is guessed right if a patient smoked, of whom a site changes that between two questions."""
+    draws = numpy.random.default_rng(seed)
+    frame = pandas.DataFrame({"ward": numpy.repeat(["w 0", "w 1"], 60), "age": draws.normal(60, 10, 120)})
+    frame["smoker"], frame["died"] = draws.integers(0, 2, 120), draws.integers(0, 2, 120)
+    patient = int(draws.integers(120))
+    before, changed = smoking(frame, folder), frame.copy()
+    changed.loc[patient, "smoker"] = 1 - frame.loc[patient, "smoker"]
+    more = smoking(changed, folder) > before
+    return (more == bool(frame.loc[patient, "died"])) != bool(frame.loc[patient, "smoker"])
+
+
+def test_the_secret_numbers_are_of_the_rows_of_models_beside_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were they the same again, two answers would differ by the row that is changed alone."""
+    monkeypatch.setattr(past_sums, "begin", lambda path: None)
+    right = sum(by_a_changed_cell(seed, tmp_path / f"held {seed}") for seed in range(20))
+    assert chance(right, 20)
+    monkeypatch.setattr(meeting_session, "noted", lambda data: {})
+    assert sum(by_a_changed_cell(seed, tmp_path / f"plain {seed}") for seed in range(20)) >= 18
