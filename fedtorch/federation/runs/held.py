@@ -1,4 +1,4 @@
-r"""Sums over rows that sites tell after a fit: of what few rows have they tell nothing, and of the rest no digits.
+r"""Sums over rows that sites tell after a fit: of what few rows have they tell little, and of the rest no digits.
 
 A server chooses the models of which sums are told, so that a row may be all there is in a sum, or its last digits. A
 site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
@@ -14,9 +14,8 @@ site that wants `minimum` rows behind each number therefore holds a sum :math:`\
 Here :math:`r = \max(minimum, 4\sqrt m)` where a row is in :math:`m` numbers of a question. Who knows all other rows
 tells by the m numbers together whether a row is there as well as by one normal number that it moves by at most
 :math:`\sqrt{12} / 4` sds: a guess is right two times in three (67 %), and with m = 1 and a minimum of ten 57 %. As much
-again is told by which sizes they are cut at. Uniform numbers would tell more, by the largest and the smallest of many.
-The secret numbers follow from the site's secret and
-from all that is asked.
+again is told by which sizes they are cut at; by both, a guess is right about three times in four. That is of one
+question: several compose. The secret numbers follow from the site's secret and from all that is asked.
 
 Sums at draws of a posterior, of which there may be a thousand, are told as their best linear approximation in the
 draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much
