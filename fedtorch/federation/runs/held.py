@@ -1,12 +1,12 @@
-r"""Sums over rows that sites tell after a fit: of what few rows have they tell little, and of the rest no digits.
+r"""Sums over rows that sites tell after a fit, cut and moved so that simple questions do not tell a single row.
 
 A server chooses the models of which sums are told, so that a row may be all there is in a sum, or its last digits. A
 site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
 
 - values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
   from the one that all rows but fewer than the k of below have, or from zero;
-- their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, so that fewer rows than
-  that are no larger than others, and at none where there are fewer rows; k is secret, of each number its own, since
+- their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, and at 0 where
+  there are fewer rows; k is secret, of each number its own, since
   whether there are that many would tell a row of who knows all others. It is normal with an sd of r / √12, see below,
   and a mean of 1.5 times the minimum, or three sds where these are more;
 - the sum is moved by a secret normal number, whose sd is what :math:`r / \sqrt{12}` rows of this size have.
@@ -15,7 +15,8 @@ Here :math:`r = \max(minimum, 4\sqrt m)` where a row is in :math:`m` numbers of 
 tells by the m numbers together whether a row is there as well as by one normal number that it moves by at most
 :math:`\sqrt{12} / 4` sds: a guess is right two times in three (67 %), and with m = 1 and a minimum of ten 57 %. As much
 again is told by which sizes they are cut at; by both, a guess is right about three times in four. That is of one
-question: several compose. The secret numbers follow from the site's secret and from all that is asked.
+question: several compose. It is a hurdle and no bound: see what_is_private in the documentation. The secret numbers
+follow from the site's secret and from all that is asked.
 
 Sums at draws of a posterior, of which there may be a thousand, are told as their best linear approximation in the
 draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much

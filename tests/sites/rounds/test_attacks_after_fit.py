@@ -438,34 +438,6 @@ def test_evidence_tells_who_is_there_and_is_not_told_where_rows_are_counted() ->
         by_evidence(EVERY)
 
 
-def by_deviations(policy: Policy) -> int:
-    """How many people are guessed right by the weights of three nodes at planes through and beside each of them."""
-    site, found = fitted(policy), 0
-    prior = site.run.algorithm.start
-    for planes, there in zip(three_planes(site.people, 1e5, 3e-5), site.there, strict=True):
-        given = {"phi": planes, "weights": torch.full((3,), 1 / 3).double(), **prior}
-        told = asked(site.run, given, "deviations")
-        weights = told.weights[0] if told.weights.shape[1] == 3 else of_moments(told, planes)
-        first, middle, last = weights.clamp(min=1e-300).log().tolist()
-        found += (2 * middle - first - last > 0.85) == bool(there)
-    return found
-
-
-def of_moments(told: Any, planes: Tensor) -> Tensor:
-    """Weights of three nodes of the same deviation that have the mean and the variance that are told."""
-    step = float(planes[2, 0] - planes[1, 0])
-    mean, square = float(told.means[0, 0, 0]) / step, float(told.covariances[0, 0, 0, 0]) / step**2
-    square += mean**2
-    return torch.tensor([(square - mean) / 2, 1 - square, (square + mean) / 2]).clamp(1e-300, 1.0)
-
-
-def test_the_nodes_of_a_posterior_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their weights are the likelihood at each of them, to all digits."""
-    assert chance(by_deviations(EVERY), PEOPLE)
-    monkeypatch.setattr(after_fit, "held_posterior", lambda posterior, *others: posterior)
-    assert by_deviations(EVERY) >= 0.95 * PEOPLE
-
-
 def test_posteriors_of_ordinary_use_are_told() -> None:
     """Moved by less than an sd of theirs where rows are twenty times the minimum, and as much wider."""
     there, exact = (

@@ -169,22 +169,23 @@ def test_losses_of_small_clients_are_told_as_one_and_of_large_ones_as_they_are()
     assert distance(large, here[4:]) < ROUNDING
 
 
-def test_a_log_of_one_small_client_alone_is_not_told() -> None:
-    """A mean over those that tell a value is of fewer rows than all that answered have."""
+def test_a_log_that_not_all_small_clients_have_is_not_told() -> None:
+    """A mean over those that have a value is of fewer rows than all that answered have."""
 
-    def noted(first: bool) -> ft.Algorithm:
+    def noted(having: int) -> ft.Algorithm:
         made = fedavg()
 
         def client(inbox: Any, state: Any, data: Any, turn: Any) -> ft.Reply:
             reply = made.client(inbox, state, data, turn)
             age = torch.full_like(reply.info["loss"], 50.9)
-            age[1 if first else 5 :] = torch.nan
+            age[having:] = torch.nan
             return reply._replace(info={**reply.info, "age": age})
 
         return replace(made, client=client)
 
-    assert on_sites(lambda: noted(True)).step().info["age"].isnan().all()
-    assert on_sites(lambda: noted(False)).step().info["age"].tolist() == [50.9] * 6
+    for having in (1, 5):
+        assert on_sites(lambda having=having: noted(having)).step().info["age"].isnan().all()
+    assert on_sites(lambda: noted(6)).step().info["age"].tolist() == [50.9] * 6
 
 
 def test_separate_training_tells_losses_only_and_those_of_few_rows_never_alone() -> None:
