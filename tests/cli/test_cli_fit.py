@@ -216,7 +216,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("algorithm: {class_path: fedtorch.fedavg\n", "Problems parsing config"),
         (
             changed("algorithm.class_path", "fedtorch.fedavgg"),
-            "'fedtorch' has no attribute 'fedavgg'; did you mean fedavg?",
+            "'fedtorch' has no attribute 'fedavgg'; did you mean 'fedavg'?",
         ),
         (changed("algorithm.class_path", "fedtorhc.fedavg"), "No module named 'fedtorhc'"),
         (changed("algorithm.class_path", "fedtorch.random"), "does not correspond to a subclass of Algorithm"),
