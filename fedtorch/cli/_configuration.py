@@ -238,8 +238,8 @@ def _explained(message: str, known: Sequence[str]) -> str:
             f"Expected class_path and init_args in {path}, but got more; the arguments of {wrong[1]} stand in init_args"
         )
     if wrong := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
-        known = "did you mean" in message  # as packages of fedtorch ask
-        return message if known else message + did_you_mean(wrong[2], dir(sys.modules[wrong[1]]))
+        asked = "did you mean" in message  # as packages of fedtorch do
+        return message if asked else message + did_you_mean(wrong[2], dir(sys.modules[wrong[1]]))
     if "does not correspond to a subclass" in message:
         message += "; a function of your own has to say what it returns, such as -> FederatedData or -> Tensor"
     return message
