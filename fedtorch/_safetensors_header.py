@@ -168,7 +168,7 @@ def open_header(payload: bytes, limit: int, refuse: Refuse) -> Opened:
 
 
 def read_header(coded: bytes, refuse: Refuse) -> dict[str, JSON]:
-    """Return the JSON of a header; names that come twice, depth and what is no JSON are refused."""
+    """Return the JSON of a header; refuse duplicate names, deep nesting and invalid JSON."""
     try:
         text = coded.decode("utf-8")
     except UnicodeDecodeError as error:

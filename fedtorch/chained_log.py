@@ -214,7 +214,7 @@ class ChainedLog:
 
 
 class Facts:
-    """What a log of one kind says, known in this process; a fact is on the disk before it is known.
+    """The facts in a log of one kind, kept in memory too; a new one is written to the disk first.
 
     Every entry has its own digest, so that the last one is checked as well. A fact that is longer than a line is in
     several, and known with the last of them.
@@ -261,7 +261,7 @@ class Facts:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other processes from adding facts, from what is known now to what is added inside; raises as `open`."""
+        """Lock the log for this process, with its latest facts read; raise as `open` does."""
         self.open()
         with ExitStack() as stack:
             if self._log is not None:

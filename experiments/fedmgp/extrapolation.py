@@ -8,10 +8,9 @@ with perturbed inducing inputs.
 `ft.fedmgp` sums units' statistics, and the server's posterior is exact. What the source's tables call FedMGP-avg is its
 Algorithm 2, averages of what units' gradient steps find, `ft.fedmgp_average`: `--average 100` adds it, with twenty
 steps of rate 0.01 in each of so many rounds, which takes minutes. Its lengthscale begins at the distance of the
-inducing inputs, 0.076. From the module's own start, 0.22, it has not arrived after a thousand rounds (0.023 over three
-seeds, 0.028 and 0.031 with moved inducing inputs): q(g) and the lengthscale hold each other, and even by gradient steps
-on the sum of all units' risks 0.22 has come to 0.16 when the bound has all but stopped. Exact sums find q(g) anew for
-each lengthscale and do not mind where it begins.
+inducing inputs, 0.076. From the module's own start, 0.22, it does not arrive in a thousand rounds: q(g) and the
+lengthscale hold each other, and so they do by gradient steps on the sum of all units' risks. Exact sums find q(g) anew
+for each lengthscale and do not mind where it begins.
 
 FedPoly does not come near its published error here, nor can it: a polynomial that is held to the shared one follows the
 average amplitude in the lost range, and amplitudes are U(0.5, 3). Nor would it with degree and ω chosen for each seed

@@ -154,7 +154,7 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, and say in a line what is wrong, where jsonargparse begins with all options."""
+        """Parse; an error is one line, where jsonargparse would list all options first."""
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
@@ -205,7 +205,7 @@ class _Parser(LightningArgumentParser):
         super().error(message, ex)
 
 
-_UNKNOWN = re.compile(  # what jsonargparse says of a name that is none, with the hint of a `_Parser` behind it
+_UNKNOWN = re.compile(  # jsonargparse's error for an unknown name, followed by the hint of a `_Parser`
     r"(?:Option|Subcommand '\S+' does not accept option|Group '(?P<group>\S+)' does not accept option|"
     r"unrecognized arguments:) '?(?:--)?(?P<name>[^\s'=+]+)[^\s;]*"
     r"(?: is not accepted)?(?P<hint>; did you mean (?P<meant>\S+)\?|; there is [\w, ]+)?"
@@ -297,7 +297,7 @@ def built(value: Any, where: str = "") -> Any:
     function, arguments = named(value["class_path"]), made.get("init_args") or {}
     arguments = {**arguments, **(made.get("dict_kwargs") or {})}
     try:
-        with suppress(ValueError):  # what is written in C has no signature
+        with suppress(ValueError):  # functions in C have no signature
             inspect.signature(function).bind(**arguments)
     except TypeError:
         return functools.partial(function, **arguments)

@@ -348,7 +348,7 @@ def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
 
 
 def _known_rows(loader: Any) -> int | None:
-    """Return the rows of one pass, None if the loader does not tell."""
+    """Return the number of rows of one pass, None where the loader has no length."""
     if not isinstance(loader, DataLoader):
         return None
     if loader.batch_sampler is None and loader.batch_size is None:  # of rows or of whole batches: it does not say

@@ -127,7 +127,8 @@ def dirichlet(
     >>> data.counts
     tensor([3, 3, 3])
     """
-    alphas = _check_alphas(alpha) if sizes is not None and isinstance(alpha, Sequence) else [_check_alpha(alpha)]
+    several = alpha if isinstance(alpha, Sequence) and sizes is not None else [alpha]
+    alphas = [_check_alpha(each) for each in several]
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         codes = _labels(rows, label, random.fold_in(key, 3))
@@ -282,10 +283,6 @@ def _check_alpha(alpha: Any) -> float:
     if not 0 < alpha < float("inf"):
         raise ValueError(f"Expected a finite alpha > 0, but got {alpha}; use iid() for equal shares")
     return float(alpha)
-
-
-def _check_alphas(alphas: Sequence[Any]) -> list[float]:
-    return [_check_alpha(alpha) for alpha in alphas]
 
 
 def _check_sizes(sizes: Sizes, total: int, clients: int, minimum: int) -> Tensor:

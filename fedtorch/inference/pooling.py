@@ -88,7 +88,7 @@ def refuse_pooled(run: Any, function: str) -> None:
             f"Expected a run, but got {run.fits} that were pooled; take {function}(run, …) of each run, and the mean "
             "of the estimates, or pooled([(estimate, covariance), …]) of them for intervals"
         )
-    if hasattr(run, "history") and not hasattr(run, "population"):
+    if hasattr(run, "history") and not hasattr(run, "population"):  # as `VerticalRun`, which is not imported for this
         raise TypeError(
             f"Expected a run of clients in a population, but got a {type(run).__name__}; run.predict(data) has what "
             "its models predict, run.evaluate(data) scores"

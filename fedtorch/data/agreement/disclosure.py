@@ -82,7 +82,7 @@ class AnswerLog:
         Raises:
             Refused: it was told with another minimum.
         """
-        answer = json.loads(json.dumps(tell()))  # as it is read from a file
+        answer = json.loads(json.dumps(tell()))  # lists for tuples, as a file has them
         with self._facts.alone():
             if what not in self._answers:
                 self._facts.add({"what": what, "minimum": minimum, "answer": answer})
@@ -100,7 +100,7 @@ class AnswerLog:
         return before["answer"]
 
     def has_told(self, what: str) -> bool:
-        """Return whether an answer of this name was given."""
+        """Return whether the site has given an answer under this name."""
         with self._facts.alone():
             return self._answers.get(what, {"answer": None})["answer"] is not None
 

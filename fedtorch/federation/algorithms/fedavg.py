@@ -190,3 +190,28 @@ def checked_weight(data: Any, weight: Weight) -> Any:
             f"expected a positive weight, but got {weights[rows[0]].item()}; leave such clients out with data.select",
         )
     return data
+
+
+def checked_steps(lr_sum: Tensor, name: str, instead: str) -> Tensor:
+    """Return clients' sums of learning rates `(K,)`, if all are positive.
+
+    Args:
+        lr_sum: of the steps that each client took.
+        name: of the algorithm.
+        instead: the algorithm to take with an exact local solver.
+
+    Raises:
+        ValueError: a client took no steps.
+
+    Example:
+        >>> checked_steps(torch.tensor([0.1, 0.0]), "FedNova", "ft.fedavg")
+        Traceback (most recent call last):
+        ValueError: Expected a local solver that takes gradient steps, but got ... rates of 0.0; FedNova is not ...
+    """
+    if not bool((lr_sum > 0).all()):
+        raise ValueError(
+            f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
+            f"{float(lr_sum.min())}; {name} is not defined for an exact local solver: use {instead}, or "
+            "ft.gradient_descent"
+        )
+    return lr_sum

@@ -29,6 +29,7 @@ from fedtorch.federation.algorithms.fedavg import (
     Weight,
     averaged_buffers,
     check_settings,
+    checked_steps,
     checked_weight,
     message,
     rows_weight,
@@ -81,7 +82,7 @@ def fednova(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight
 
     def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
         solved = local.solve(inbox, state, data, None, turn)
-        steps, weights = _checked(solved.lr_sum), weight(data)
+        steps, weights = checked_steps(solved.lr_sum, "FedNova", "ft.fedavg"), weight(data)
         sent = message(solved.parameters, inbox, averaged, weights)
         direction = Mean(tree.scale(sent.change.value, 1 / steps), weights)
         return Reply(Message(direction, Mean(steps, weights), sent.buffers), solved.state, solved.info)
@@ -99,13 +100,3 @@ def fednova(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="fednova", lr=lr, weight=weight),
     )
-
-
-def _checked(steps: Tensor) -> Tensor:
-    if not bool((steps > 0).all()):
-        raise ValueError(
-            f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
-            f"{float(steps.min())}; FedNova is not defined for an exact local solver: use ft.fedavg, or "
-            "ft.gradient_descent"
-        )
-    return steps

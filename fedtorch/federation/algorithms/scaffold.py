@@ -38,6 +38,7 @@ from fedtorch.federation.algorithms.fedavg import (
     Weight,
     averaged_buffers,
     check_settings,
+    checked_steps,
     checked_weight,
     message,
     rows_weight,
@@ -109,7 +110,9 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype.to_real())
         solved = local.solve(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
         sent = message(solved.parameters, inbox.parameters, averaged, weight(data))
-        control = tree.add_scaled(correction, sent.change.value, -1 / _checked(solved.lr_sum))
+        control = tree.add_scaled(
+            correction, sent.change.value, -1 / checked_steps(solved.lr_sum, "SCAFFOLD", "ft.feddyn")
+        )
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
         return Reply(sent, State(controls, solved.state), solved.info)
 
@@ -126,13 +129,3 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
         told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients"), learns=LEARNS),
     )
-
-
-def _checked(steps: Tensor) -> Tensor:
-    if not bool((steps > 0).all()):
-        raise ValueError(
-            "Expected a local solver that takes gradient steps, but got a sum of learning rates of "
-            f"{float(steps.min())}; SCAFFOLD is not defined for an exact local solver: use ft.feddyn, or "
-            "ft.gradient_descent"
-        )
-    return steps

@@ -152,23 +152,22 @@ def benchmark(
                 run = Run(algorithm, training, cohort=cohort, faults=faults, seed=seed)
                 file = None if folder is None else Path(folder) / f"{_file_name(name)}_{place}_{seed}.safetensors"
                 score = partial(_scored, rows=rows, metrics=metrics, split=split)
-                _finish(run, rounds, file, shown, every, score)
-                for metric, each in score(run).items():
+                for metric, each in _finished(run, rounds, file, shown, every, score).items():
                     scores[name][metric].append(each)
                 histories[name].append(run.history)
     done = {name: {metric: tuple(each) for metric, each in mine.items()} for name, mine in scores.items()}
     return Benchmark(seeds, done, {name: tuple(tables) for name, tables in histories.items()})
 
 
-def _finish(
+def _finished(
     run: Run,
     rounds: int,
     file: Path | None,
     shown: Progress,
     every: int | None,
-    score: Callable[[Run], Mapping[str, Score]],
-) -> None:
-    """Go on with a run from its file, if there is one, to its last round, and save it."""
+    score: Callable[[Run], dict[str, Score]],
+) -> dict[str, Score]:
+    """Go on with a run from its file, if there is one, to its last round, and return its scores."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():
@@ -177,15 +176,25 @@ def _finish(
     saved = time.monotonic()
     for done in run.rounds(rounds):
         shown.update()
-        if done.number == rounds or (every is not None and done.number % every == 0):
-            columns: dict[str, float] = {}
-            for name, each in score(run).items():
-                columns |= {f"val_{name}": each.overall, f"val_{name}_mean": each.mean()}
-                columns |= {f"val_{name}_min": each.worst(True), f"val_{name}_max": each.worst(False)}
-            run.log.validated(run.number, columns)
-        if file is not None and (done.number == rounds or time.monotonic() - saved > _SAVED):
+        if every is not None and done.number % every == 0 and done.number < rounds:
+            _note(run, score(run))
+        if file is not None and time.monotonic() - saved > _SAVED:
             run.save(file)
             saved = time.monotonic()
+    scores = score(run)
+    _note(run, scores)
+    if file is not None:
+        run.save(file)
+    return scores
+
+
+def _note(run: Run, scores: Mapping[str, Score]) -> None:
+    """Write scores into the history of a run, in the row of its last round."""
+    columns: dict[str, float] = {}
+    for name, each in scores.items():
+        columns |= {f"val_{name}": each.overall, f"val_{name}_mean": each.mean()}
+        columns |= {f"val_{name}_min": each.worst(True), f"val_{name}_max": each.worst(False)}
+    run.log.validated(run.number, columns)
 
 
 def _scored(run: Run, rows: Evaluable, metrics: Mapping[str, Any], split: Split) -> dict[str, Score]:
