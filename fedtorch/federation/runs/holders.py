@@ -48,8 +48,7 @@ class Holder(NamedTuple):
     evaluate: Evaluate
     first: int = 0  # the number of its first client among all
     frame: Any = None  # of which rows were made, or rows to average over
-    minimum: int = 1  # rows that share what is told of any, see `held`
-    key: Tensor | None = None  # of the secret numbers by which a holder with a minimum moves what it tells
+    minimum: int = 1  # rows behind a number, at least, where the answer itself says of which rows a number is
     drawn: Any = None  # where draws come from, if they are not sent
     beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # of other runs' rows, and what is sent of these
 
@@ -76,8 +75,10 @@ class Kind(NamedTuple):
     tells: str  # what a site's policy has to say: "effects", "densities", "margins" or "checks"
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
+    tensors: tuple[str, ...] = ()  # names of those that it takes
+    settings: tuple[str, ...] = ()
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
-    weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
+    alone: bool = False  # whether a sum tells one client's part, as where the server chooses the clients' weights
 
 
 def ask(

@@ -7,7 +7,7 @@ client: a function returns sums over the rows of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,30 +118,6 @@ def summed(
 
     sums: dict[str, Tensor] = tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, added))
     return sums
-
-
-def each_row(
-    holder: Holder,
-    every: Sequence[FederatedData],
-    drawn: Sequence[DrawnAt],
-    in_parts: Callable[[list[Any]], Iterable[tuple[slice, dict[str, Tensor]]]],
-) -> dict[str, Tensor]:
-    """Return what a function makes of each row `(N, ...)`, where the rows of all clients are in this process.
-
-    Arguments are those of `summed`, but for a function of all draws at some clients, which yields rows in parts.
-    """
-    found: list[dict[str, Tensor]] = []
-
-    def kept(sources: list[Any]) -> Tensor:
-        mask = sources[0].mask
-        for part, values in in_parts(sources):
-            found.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
-        count: Tensor = mask.sum(1)
-        return count
-
-    by_client(holder, every, drawn, kept)
-    rows: dict[str, Tensor] = tree.concatenate(found)
-    return rows
 
 
 def by_client(
