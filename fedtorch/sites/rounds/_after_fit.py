@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _MOST_BESIDE = 100  # other runs in one question
+_DESCRIBED = {"algorithm", "settings", "fingerprint", "design"}  # of another run
 
 
 def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
@@ -132,8 +133,9 @@ def others(
 def _beside(frame: Frame) -> list[dict[str, Any]]:
     """Return what a question says of other runs."""
     said = frame.names("about").get("beside", [])
-    if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
-        raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
+    runs = isinstance(said, list) and all(isinstance(one, dict) and one.keys() <= _DESCRIBED for one in said)
+    if not runs or len(said) > _MOST_BESIDE:
+        raise frame.refused(f"at most {_MOST_BESIDE} other runs by {sorted(_DESCRIBED)}", said)
     return said
 
 

@@ -369,7 +369,8 @@ def test_a_server_that_asks_for_anything_else_is_refused(both: Both) -> None:
         (answer(both, "effects", about={"kinds": {"01": "number"}}), "the site failed with ValueError"),
         (answer(both, "means", about={"seed": 1}), "expected of a question 'means' ['phi', 'key'] and no more"),
         (answer(both, "means", shapes={"phi": [1, 2], "phi 0": [1, 2]}), "and no more, but got \"['phi 0']\""),
-        (answer(both, "densities", about={"method": "loo", "beside": 1}), "expected at most 100 other runs"),
+        (answer(both, "densities", about={"beside": 1}), "expected at most 100 other runs"),
+        (answer(both, "densities", about={"beside": [{"seed": 1}]}), "expected at most 100 other runs"),
     ):
         assert said.kind == "refusal"
         assert reason in said.text("reason")

@@ -91,6 +91,15 @@ def by_a_level(policy: Policy, seed: int) -> float:
     return float((asked(run, "coefficients").means[0, 0].sum() - y[0]).abs())
 
 
+def by_a_density(policy: Policy, seed: int) -> bool:
+    """Whether it is guessed right if one row has a level, by parameters that are far off for who has it."""
+    x, there = torch.ones(ROWS, 2).double(), bool(normals(seed, 1) > 0)
+    x[int(there) :, 1] = 0.0
+    run = hosted(x, normals(seed + 100, ROWS), lambda: ft.ep(linear(normal(2, random=[]), noise=1.0)), policy)
+    phi = torch.tensor([0.0, 1e4]).double().expand(2, 2)
+    return bool(asked(run, "densities", {"phi": phi.clone()}, method="waic")["elpd"][0] < -1e6) == there
+
+
 def by_thresholds(policy: Policy, seed: int, place: int = 60) -> float:
     """How far from the truth a response is, of which is known that so many are smaller.
 
@@ -111,6 +120,7 @@ def by_thresholds(policy: Policy, seed: int, place: int = 60) -> float:
 ATTACKS: dict[str, Callable[[Policy, int], float]] = {
     "margins": by_slabs,
     "effects": by_a_level,
+    "densities": by_a_density,
     "checks": by_thresholds,
 }
 
@@ -129,6 +139,10 @@ def test_one_question_at_a_slab_for_each_person_tells_who_is_there() -> None:
 
 def test_a_row_that_determines_a_coefficient_is_read() -> None:
     assert max(by_a_level(EVERY, seed) for seed in range(3)) < 1e-6
+
+
+def test_parameters_that_are_far_off_for_one_row_tell_whether_it_is_there() -> None:
+    assert all(by_a_density(EVERY, seed) for seed in range(10))
 
 
 def test_a_response_is_read_by_halving_an_edge() -> None:
