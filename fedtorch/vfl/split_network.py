@@ -57,18 +57,19 @@ from torch import Tensor, nn
 
 from fedtorch import random
 from fedtorch.checkpoint_io import keep_plain
+from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.vfl.fit.auxiliary import noiseless
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.captured import CapturedBound
 from fedtorch.vfl.fit.guide import Guide, Noise, Parameters, initial, point
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
-from fedtorch.vfl.fit.part import Part, draw_noises, parts, predicted
+from fedtorch.vfl.fit.part import Part, combined, draw_noises, evaluating, parts, predicted
 from fedtorch.vfl.lightning import TrainerRun
-from fedtorch.vfl.model.checks import check_features, check_response
+from fedtorch.vfl.model.checks import check_features, check_response, check_rows
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked
 from fedtorch.vfl.model.vertical import VerticalModel, summed
-from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode
+from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode, value_of
 from fedtorch.vfl.rows.data import VerticalData
 
 _WEIGHTS = 100  # purpose of an element's key
@@ -307,6 +308,76 @@ class SplitNetwork(L.LightningModule):
         features = features.features if isinstance(features, VerticalData) else features
         total = self.totals(features, draws if self.bayesian else 1, key, noise)
         return self.model.likelihood.mean(total, self._shared).mean(1)
+
+    def party_prediction(
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
+        accept_disclosure: bool = False,
+    ) -> Half:
+        """Return a party's half of a prediction of new rows between organisations; it needs its own part alone.
+
+        The server learns the party's part of each row's predictor, and whatever may be found from it.
+
+        Args:
+            name: of the party.
+            x: its features of the new rows, in the order that all have agreed on.
+            draws: as the server's.
+            key: of the draws, the same at all nodes.
+            noise: whether with the model's noise on z.
+            accept_disclosure: as in `party_half`, where the noise is drawn at the sum.
+
+        Raises:
+            ValueError: no party of this name, or features that are not those of its rows.
+
+        >>> from fedtorch.protocol import together
+        >>> from fedtorch.vfl.model import likelihoods, split_nn
+        >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
+        >>> keys, names = random.key(0).reshape(1), ["clinic", "laboratory"]
+        >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=names)
+        >>> rows = {"clinic": torch.ones(5, 3), "laboratory": torch.ones(5, 2)}
+        >>> halves = {0: network.server_prediction(5)}
+        >>> halves |= {j: network.party_prediction(name, rows[name]) for j, name in enumerate(names, start=1)}
+        >>> torch.equal(together(halves)[0][0], network.predict([rows["clinic"], rows["laboratory"]]))
+        True
+        """
+        names = [party.name for party in self.parties]
+        if name not in names:
+            raise ValueError(f"Expected one of the parties {names}, but got {name!r}")
+        part = self.parties[names.index(name)]
+        predictor = self.model.predictors[part.index - 1]
+        check_rows(predictor, x, x.shape[-1 - predictor.row_dims], name)
+        return self._told(part, x, draws, key, noise, accept_disclosure)
+
+    def _told(self, part: Part, x: Tensor, draws: int, key: Tensor | None, noise: bool, accept: bool) -> Half:
+        with evaluating(part):
+            value = part.propose(x, self._key(key), draws if self.bayesian else 1, noise)
+        yield Send(0, value_of(part)(value), summed=part.guide.auxiliary.server is not None and not accept)
+
+    def server_prediction(self, rows: int, *, draws: int = 100, key: Tensor | None = None) -> Half:
+        """Return the server's half of a prediction, which returns what `predict` does; it needs its own part alone.
+
+        Args:
+            rows: how many new rows there are.
+            draws: as the parties'.
+            key: as the parties'.
+        """
+        draws, key, server = draws if self.bayesian else 1, self._key(key), self.server
+        kind, values = value_of(server), []
+        for rank, outputs in enumerate(self.model.outputs[1:], start=1):
+            like = kind(torch.zeros(self.size, draws, outputs, rows, dtype=server.rho.dtype, device=key.device))
+            values.append((yield Receive(rank, like)).value)
+        with evaluating(server), torch.no_grad():
+            total = combined(server, values, draws, key)[0]
+            return self.model.likelihood.mean(total, self._shared).mean(1)
+
+    def _key(self, key: Tensor | None) -> Tensor:
+        """Return the key of a prediction's draws."""
+        return (random.key(0) if key is None else key).to(self.server.rho.device)
 
     def log_score(
         self, data: VerticalData, *, draws: int = 100, key: Tensor | None = None, noise: bool = True

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.models import encoders
+from fedtorch.protocol.halves import encode, together
 from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.predictors import normal_prior
@@ -53,6 +54,38 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
     expected = sum(wire.size(Value(v)) for v in values), sum(wire.size(Gradient(v)) for v in values)
     assert all(found == expected for found in traffic)
     assert expected[0] - 8 * B * sum(widths) * N < 200 * len(widths)  # beside the numbers, headers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_new_rows_are_predicted_between_organisations_from_kept_halves(name: str, tmp_path: Path) -> None:
+    """Each node makes the network anew, reads its own file and has its own rows: what comes out is `predict`."""
+    trained, names, rows = CASES[name](), ["party 0", "party 1", "party 2"], data().features
+    in_one_graph(trained, data(), 2)
+    made = {node: CASES[name]() for node in ("server", *names)}
+    for part in (trained.server, *trained.parties):
+        part.save(tmp_path / part.name)
+    made["server"].server.load(tmp_path / "server")
+    halves = {0: made["server"].server_prediction(N, draws=5, key=random.key(7))}
+    for j, party in enumerate(names):
+        made[party].parties[j].load(tmp_path / party)
+        own = {"draws": 5, "key": random.key(7), "accept_disclosure": True}
+        halves[j + 1] = made[party].party_prediction(party, rows[j], **own)
+    found = together(halves)[0][0]
+    assert torch.equal(found, trained.predict(rows, draws=5, key=random.key(7)))
+    own = made["party 0"].predict(rows, draws=5, key=random.key(7))  # where the others' halves have not been read
+    assert not torch.equal(found, own)
+
+
+def test_what_is_sent_for_a_prediction() -> None:
+    """Values that only their sum should tell do not leave as they are, and a party has a name and rows of its own."""
+    half = CASES["sums"]().party_prediction("party 1", data().features[1])
+    with pytest.raises(ValueError, match="Expected a secure sum around a half"):
+        encode(next(half))
+    encode(next(CASES["plain"]().party_prediction("party 1", data().features[1])))
+    with pytest.raises(ValueError, match="Expected one of the parties .*, but got 'party 7'"):
+        CASES["plain"]().party_prediction("party 7", data().features[1])
+    with pytest.raises(ValueError, match="Expected finite features of 'party 1', but got NaN"):
+        CASES["plain"]().party_prediction("party 1", data().features[1] / 0)
 
 
 def test_gradient_messages_are_autograd_s() -> None:
