@@ -82,7 +82,7 @@ def test_what_is_sent_for_a_prediction() -> None:
     with pytest.raises(ValueError, match="Expected a secure sum around a half"):
         encode(next(half))
     encode(next(CASES["plain"]().party_prediction("party 1", data().features[1])))
-    with pytest.raises(ValueError, match="Expected one of the parties .*, but got 'party 7'"):
+    with pytest.raises(ValueError, match=r"Expected one of the parties .*, but got 'party 7'"):
         CASES["plain"]().party_prediction("party 7", data().features[1])
     with pytest.raises(ValueError, match="Expected finite features of 'party 1', but got NaN"):
         CASES["plain"]().party_prediction("party 1", data().features[1] / 0)
