@@ -131,18 +131,20 @@ def in_one_process(data: Table, names: Sequence[str], new: Tensor, steps: int, s
 
 
 def draw(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """How well new patients are told apart, and how many labels the gradients told."""
-    figure, (told, leaked) = common.subplots(1, 2, figsize=(9.5, 3.2))
-    mean = lambda name, metric: sum(found[name][metric]) / len(found[name][metric])
-    ways = {"clinic alone": "0.7", "laboratory alone": "0.7", **dict.fromkeys(WAYS, "C0")}
-    for axis, names, metric in ((told, list(ways), "AUROC"), (leaked, list(WAYS), "labels found by the clinic")):
-        values = [mean(name, metric) for name in names]
-        bars = axis.barh(names[::-1], values[::-1], color=[ways[name] for name in names[::-1]])
-        axis.bar_label(bars, [f"{value:.2f}" for value in values[::-1]], padding=3)
+    """How well new patients are told apart, and how many labels the gradients told: a dot a seed, a line the mean."""
+    figure, (told, leaked) = common.subplots(1, 2, figsize=(9.5, 2.8))
+    both = {f"both, {way.removeprefix('private labels, ')}": way for way in WAYS}
+    alone = {name: name for name in found if name.endswith("alone")}
+    for axis, names, metric in ((told, alone | both, "AUROC"), (leaked, both, "labels found by the clinic")):
+        for place, name in enumerate(names.values()):
+            values, colour = found[name][metric], "0.4" if name in alone else "C0"
+            axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.5, markeredgewidth=0)
+            axis.plot(sum(values) / len(values), place, "|", color=colour, markersize=20, markeredgewidth=2)
+        axis.set_yticks(range(len(names)), names)
+        axis.invert_yaxis()
         axis.axvline(0.5, color="k", linewidth=0.8, linestyle=":")
-        axis.set_xlim(0, 1.12)
-    told.set(title="New patients told apart (AUROC)")
-    leaked.set(title="Labels that gradients tell the clinic")
+    told.set(title="New patients told apart", xlabel="AUROC; 0.5 is chance")
+    leaked.set(title="Labels that gradients tell the clinic", xlabel="share found from signs; 0.5 is chance")
     return figure
 
 
