@@ -66,8 +66,7 @@ def table(seed: int) -> Table:
 def network(seed: int, names: Sequence[str] = tuple(COLUMNS)) -> vfl.SplitNetwork:
     """A network at each company, whose outputs the registry adds up; the same at every process before it is trained."""
     bottoms = [mlp(len(COLUMNS[name]), (8,), 1, activation=nn.Tanh).double() for name in names]
-    keys = ft.random.fold_in(ft.random.key(seed), torch.arange(1))
-    return vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), keys=keys, names=list(names)).double()
+    return vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), seed=seed, names=list(names)).double()
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

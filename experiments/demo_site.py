@@ -105,7 +105,6 @@ def network(features: int) -> vfl.SplitNetwork:
     return vfl.SplitNetwork(
         bottoms,
         likelihoods.bernoulli(),
-        keys=ft.random.fold_in(ft.random.key(0), torch.arange(1)),
         combine=vfl.concatenated,
         top=mlp(_CUT * len(bottoms), [_HIDDEN], 1).double(),
         widths=[_CUT] * len(bottoms),

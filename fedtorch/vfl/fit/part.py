@@ -233,7 +233,7 @@ def predicted(
     parties: Sequence[Part],
     features: Sequence[Tensor],
     draws: int,
-    key: Tensor | None = None,
+    key: Tensor,
     noise: bool = True,
     data: VerticalData | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -261,7 +261,6 @@ def predicted(
     if any(part.key is None for part in (server, *parties)):
         raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
     with evaluating(server, *parties):
-        key = random.key(0).to(server.rho.device) if key is None else key
         values = [party.propose(x, key, draws, noise) for party, x in zip(parties, features)]
         return combined(server, values, draws, key, data)
 

@@ -384,7 +384,7 @@ def test_rows_in_another_order_are_the_same_start(tmp_path: Path) -> None:
     def begun(which: tuple[int, ...], order: torch.Tensor, folder: Path | None) -> torch.Tensor:
         rows = VerticalData(tuple(features[k - 1][order] for k in which), torch.ones(len(order)).double())
         bottoms = [torch.nn.Linear(2, 1).double() for _ in which]
-        network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+        network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
         server, parties = network.nodes(rows)
         heard = list[torch.Tensor]()
 
