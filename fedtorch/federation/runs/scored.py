@@ -95,9 +95,7 @@ class Scored:
             ValueError: no metrics, and a module without such a step; or another stage.
         """
         if stage not in ("validate", "test"):
-            raise ValueError(
-                f"Expected stage='validate' or 'test', but got {stage!r}; run.predict(data) predicts"
-            )
+            raise ValueError(f"Expected stage='validate' or 'test', but got {stage!r}; run.predict(data) predicts")
         _check_order(data, self.population.names, unseen)
         self._warn_of_training_rows(data)
         if metrics is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import checkpoint
-from fedtorch._representation import run_line, without_rows
+from fedtorch._representation import run_html, run_line, without_rows
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Round
 from fedtorch.metrics.scores import Score, score_of, stacked_metrics
@@ -67,6 +67,9 @@ class VerticalRun:
 
     def __repr__(self) -> str:
         return run_line(type(self).__name__, self, self.settings, f"{len(self.names)} parties")
+
+    def _repr_html_(self) -> str:
+        return run_html(type(self).__name__, self, self.settings, f"{len(self.names)} parties")
 
     def step(self) -> Round:
         """Do one iteration."""

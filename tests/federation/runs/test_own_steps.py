@@ -128,9 +128,9 @@ def run() -> ft.Run:
 @pytest.mark.filterwarnings("ignore:.*(samples in|batch_size|You are using).*")
 @pytest.mark.parametrize(("step", "how"), [("validation", "validate"), ("test", "test")])
 @pytest.mark.parametrize("size", [None, 4])
-def test_scores_are_those_of_a_trainer_per_client_and_of_all_rows(run: ft.Run, step: Any, how: str, size: Any) -> None:
+def test_scores_are_those_of_a_trainer_per_client_and_of_all_rows(run: ft.Run, step: str, how: Any, size: Any) -> None:
     data = clients()
-    scores = run.evaluate(data, step=step, batch_size=size)
+    scores = run.evaluate(data, stage=how, batch_size=size)
     each = [by_lightning(run, rows, size, how, k) for k, rows in enumerate(data)]
     assert set(scores) == set(each[0])
     assert {"validation": "hits", "test": "test/MulticlassF1Score"}[step] in scores
