@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 
 __all__ = ["gaussian_mixture", "k_means", "spectral"]
+__dir__ = only(__all__)
 
 _DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
 

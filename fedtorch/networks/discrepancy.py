@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.data import FederatedData
 from fedtorch.progress import Progress, tracked
 from fedtorch.tree import Tree
 
 __all__ = ["autoencoder_code", "distances", "gaussian_mixture", "maximum_likelihood", "mean_label", "pooled_gradient"]
+__dir__ = only(__all__)
 
 _TITLE = "Representing the nodes"
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
@@ -45,6 +46,7 @@ from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 __all__ = ["clustered", "clustered_by_gtv"]
+__dir__ = only(__all__)
 
 
 def single_model(problem: LinearProblem) -> Solution:
