@@ -141,7 +141,7 @@ def draw(found: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
             axis.plot(values, [place] * len(values), "o", color=colour, alpha=0.5, markeredgewidth=0)
             axis.plot(sum(values) / len(values), place, "|", color=colour, markersize=20, markeredgewidth=2)
         axis.set_yticks(range(len(names)), names)
-        axis.invert_yaxis()
+        axis.set_ylim(len(names) - 0.5, -0.5)
         axis.axvline(0.5, color="k", linewidth=0.8, linestyle=":")
     told.set(title="New patients told apart", xlabel="AUROC; 0.5 is chance")
     leaked.set(title="Labels that gradients tell the clinic", xlabel="share found from signs; 0.5 is chance")
