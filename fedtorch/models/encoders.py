@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random
+from fedtorch._lazy import only
 
 __all__ = ("perceptron",)
+__dir__ = only(__all__)
 
 
 class Encoder(nn.Module):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
+from fedtorch._lazy import only
 from fedtorch.models import quadrature
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
@@ -30,6 +31,7 @@ from fedtorch.models.hierarchical.integrals.moments import integral
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 
 __all__ = ["logistic", "poisson"]
+__dir__ = only(__all__)
 
 _POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, a dimension, by dimension; two shells beyond
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
