@@ -22,8 +22,8 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
     The CPU's is alone where a device does not show its own, as Apple's does not.
     """
-    own = () if device.type == "cpu" else _shown(device.type)
-    return [torch.default_generator, *own[device.index or 0 :][:1]]
+    of_device = () if device.type == "cpu" else _shown(device.type)
+    return [torch.default_generator, *of_device[device.index or 0 :][:1]]
 
 
 def every_generator() -> list[torch.Generator]:

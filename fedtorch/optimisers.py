@@ -183,10 +183,10 @@ class TreeOptimizer:
         held = [(name, part, value) for name, part, value in parts if part in self._counts]
         numbers = [(value[0] if self.stacked else value).to(device, torch.float64) for _, _, value in held]
         read = torch.stack([*flags, *numbers]).tolist()
-        found: dict[str, dict[str, float]] = {name: {} for name in state}
+        numbers_of: dict[str, dict[str, float]] = {name: {} for name in state}
         for (name, part, _), number in zip(held, read[len(flags) :]):
-            found[name][part] = number
-        return {name for (name, _, _), flag in zip(parts, read) if flag}, found
+            numbers_of[name][part] = number
+        return {name for (name, _, _), flag in zip(parts, read) if flag}, numbers_of
 
     def _loaded(self, part: str, value: Tensor, read: float | None) -> Any:
         """Return a part of a state; `read` is its number on the host, where the optimiser wants it there."""
@@ -286,13 +286,13 @@ def elementwise(optimizer: Optimizer) -> bool:
     >>> elementwise(torch.optim.Adafactor([torch.zeros(1, requires_grad=True)]))
     False
     """
-    kind, own = type(optimizer), vars(optimizer).get("step")
+    kind, step = type(optimizer), vars(optimizer).get("step")
     if kind not in _ELEMENTWISE or _hooked(optimizer):
         return False
     of_class = kind.step  # which torch wraps when the first optimiser of a class is made
     torchs = _ELEMENTWISE[kind] in (of_class, getattr(of_class, "__wrapped__", None))
-    scheduled = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is of_class
-    return torchs and (own is None or scheduled)
+    scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is of_class
+    return torchs and (step is None or scheduled)
 
 
 def _hooked(optimizer: Optimizer) -> bool:

@@ -292,7 +292,7 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
         )
         parameters = _as_sent(algorithm, parameters)
         expected.like(parameters, algorithm.start, "parameter", advice)
-        parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
+        parameters = tree.map(lambda start, new: new.to(start.dtype), algorithm.start, parameters)
     for name, leaf in tree.items(parameters):
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
@@ -304,9 +304,9 @@ def _as_sent(algorithm: Algorithm, parameters: Tree) -> Tree:
     start = algorithm.start
     if algorithm.module is None or not isinstance(parameters, dict) or not isinstance(start, dict):
         return parameters
-    parted = [n for n, own in algorithm.module.named_buffers() if n in start and start[n].shape != own.shape]
-    own = {name: leaf for name, leaf in parameters.items() if name in parted and leaf.shape != start[name].shape}
-    return {**parameters, **{name: functional.finite_parts(leaf) for name, leaf in own.items()}}
+    parted = [n for n, original in algorithm.module.named_buffers() if n in start and start[n].shape != original.shape]
+    unparted = {name: leaf for name, leaf in parameters.items() if name in parted and leaf.shape != start[name].shape}
+    return {**parameters, **{name: functional.finite_parts(leaf) for name, leaf in unparted.items()}}
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:

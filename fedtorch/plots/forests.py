@@ -100,14 +100,14 @@ def shortened(names: Sequence[str], longest: int = LONGEST) -> list[str]:
     >>> shortened(["Ward 1 of the old clinic", "Ward 2 of the old clinic"], longest=12)
     ['Ward 1 of t…', 'Ward 2 of t…']
     """
-    kept, known = longest - 1, len(set(names))
+    length, known = longest - 1, len(set(names))
     long = [name for name in names if len(name) > longest]
     start = next((i for i, letters in enumerate(zip(*long)) if len(set(letters)) > 1), 0)  # where they begin to differ
     ways = (
-        lambda name: f"{name[:kept]}…",
-        lambda name: f"…{name[-kept:]}",
-        lambda name: f"{name[: kept // 2]}…{name[-(kept - kept // 2) :]}",
-        lambda name: f"{name[: kept // 3]}…{name[start : start + kept - kept // 3]}",
+        lambda name: f"{name[:length]}…",
+        lambda name: f"…{name[-length:]}",
+        lambda name: f"{name[: length // 2]}…{name[-(length - length // 2) :]}",
+        lambda name: f"{name[: length // 3]}…{name[start : start + length - length // 3]}",
     )
     for way in ways:
         made = [name if len(name) <= longest else way(name) for name in names]

@@ -56,8 +56,8 @@ class Streams:
         places = {0: (host, first_port)}
         if rank:
             self._connect(0, places[0], token, rank)
-            own = self.sockets[0].getsockname()[0].encode()
-            self.write(0, _PLACE.pack(own, token, port))
+            address = self.sockets[0].getsockname()[0].encode()
+            self.write(0, _PLACE.pack(address, token, port))
             places |= {j: self._heard(0, token) for j in range(1, ranks)}
         else:
             self._accept(listener, token, ranks - 1)
@@ -79,8 +79,8 @@ class Streams:
         while count:
             joined, _ = listener.accept()
             joined.settimeout(self.seconds)
-            said = joined.recv(_PLACE.size, socket.MSG_WAITALL)
-            _, shown, other = _PLACE.unpack(said) if len(said) == _PLACE.size else (b"", b"", -1)
+            greeting = joined.recv(_PLACE.size, socket.MSG_WAITALL)
+            _, shown, other = _PLACE.unpack(greeting) if len(greeting) == _PLACE.size else (b"", b"", -1)
             if not secrets.compare_digest(shown, token) or other not in self.ahead or other in self.sockets:
                 joined.close()
                 continue
@@ -120,9 +120,9 @@ class Streams:
         while len(ahead) < count:
             if not self._fill(other, count - len(ahead)):
                 raise self._gone(other)
-        found = bytes(ahead[:count])
+        chunk = bytes(ahead[:count])
         del ahead[:count]
-        return found
+        return chunk
 
     def _fill(self, other: int, most: int = _PART) -> int:
         part = self._do(other, self.sockets[other].recv, min(most, _PART))

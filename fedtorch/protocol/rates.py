@@ -95,7 +95,7 @@ def address_of(peer: str) -> str:
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return peer[:200]
-    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)

@@ -87,8 +87,8 @@ def _attention(
     """
     if not _short(q, k):
         fused = aten._scaled_dot_product_flash_attention_for_cpu
-        outputs, kept = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
-        return outputs, kept
+        outputs, saved = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return outputs, saved
     scores = _heads(q) @ _heads(k).mT
     scores = scores.mul_(scale).unflatten(0, q.shape[:2])
     if mask is not None:
@@ -108,7 +108,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     mask: Tensor | None,
     causal: bool,
     scale: float,
@@ -116,9 +116,9 @@ def _attention_backward(
     """Return the gradients of q, k and v."""
     if not _short(q, k):
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        d_q, d_k, d_v = back(d_out, q, k, v, out, kept, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        d_q, d_k, d_v = back(d_out, q, k, v, out, saved, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
         return d_q, d_k, d_v
-    given, shares = _heads(d_out), kept.flatten(0, 1)
+    given, shares = _heads(d_out), saved.flatten(0, 1)
     d_scores = (given @ _heads(v).mT).sub_((given * _heads(out)).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
     gradients = d_scores @ _heads(k), d_scores.mT @ _heads(q), shares.mT @ given
     d_q, d_k, d_v = (each.unflatten(0, q.shape[:2]) for each in gradients)
@@ -147,14 +147,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, kept = ctx.saved_tensors
+    q, k, v, mask, out, saved = ctx.saved_tensors
     if d_out is None:
         return (None,) * 6
     if torch.is_grad_enabled():  # the gradient of this gradient may be asked for, which the kernel does not have
         causal, scale = ctx.settings
         by_parts = lambda *each: aten._scaled_dot_product_attention_math(*each, mask, 0.0, causal, scale=scale)[0]
         return *torch.func.vjp(by_parts, q, k, v)[1](d_out), None, None, None
-    return *_attention_backward(d_out, q, k, v, out, kept, mask, *ctx.settings), None, None, None
+    return *_attention_backward(d_out, q, k, v, out, saved, mask, *ctx.settings), None, None, None
 
 
 def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:

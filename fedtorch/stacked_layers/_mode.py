@@ -67,8 +67,8 @@ HOMES: dict[str, tuple[Any, ...]] = {
 @functools.cache
 def _replacement(home: str, function: Any) -> Callable[..., Any]:
     """Return what a module of this folder has in place of a function of torch."""
-    found: Callable[..., Any] = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED[function]
-    return found
+    replacement: Callable[..., Any] = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED[function]
+    return replacement
 
 
 def _replaced(home: str, function: Any, *args: Any, **kwargs: Any) -> Any:

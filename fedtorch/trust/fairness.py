@@ -323,8 +323,8 @@ def _fair_client(
     power = risk.clamp(min=tiny) ** q
     weight = q * risk.clamp(min=tiny) ** (q - 1) * squares + power / lr
     step = tree.scale(change, torch.where(weight > 0, power / lr / weight, 0.0))
-    told = sent._replace(change=Mean(step, weight.clamp(min=tiny)))
-    return Reply(told, solved.state, {**solved.info, "risk": risk})
+    reply_message = sent._replace(change=Mean(step, weight.clamp(min=tiny)))
+    return Reply(reply_message, solved.state, {**solved.info, "risk": risk})
 
 
 def _agnostic_client(
@@ -344,8 +344,8 @@ def _agnostic_client(
     share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-_MOST, _MOST).exp()
     sent = message(solved.parameters, inbox.parameters, averaged_buffers(local), share)
     values = {**sent.change.value, **({} if sent.buffers is None else sent.buffers.value)}
-    told = _Told({name: tree.scale(values[name], share) for name in solved.parameters}, share, risk * share)
-    return Reply(None, _AgnosticState(excess, told, solved.state), {**solved.info, "risk": risk})
+    contribution = _Told({name: tree.scale(values[name], share) for name in solved.parameters}, share, risk * share)
+    return Reply(None, _AgnosticState(excess, contribution, solved.state), {**solved.info, "risk": risk})
 
 
 def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:

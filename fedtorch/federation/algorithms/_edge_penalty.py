@@ -147,10 +147,10 @@ def _server(state: EdgeServer, aggregate: RowsOf, key: Tensor, *, parts: _Parts)
     both = (answered[first] & answered[second])[:, None]
     difference = torch.where(both, settled, state.difference)
     dual = torch.where(both, (gap - settled) / 2, state.dual)
-    heard = state.heard | answered
-    joined = (difference == 0).all(1) & heard[first] & heard[second]
+    answered_once = state.heard | answered
+    joined = (difference == 0).all(1) & answered_once[first] & answered_once[second]
     labels = Network(parts.network.edges[joined.cpu()], nodes=parts.network.nodes).components.labels.to(w.device)
-    return EdgeServer(w, dual, difference, labels, heard)
+    return EdgeServer(w, dual, difference, labels, answered_once)
 
 
 def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:

@@ -253,11 +253,11 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
     )
 
 
-def _whole(told: Tensor, total: Tensor) -> Tensor:
+def _whole(sums: Tensor, total: Tensor) -> Tensor:
     """Return the whole numbers nearest to sums of whole numbers."""
     rounded = total.round()
     error = (total - rounded).abs().amax() if total.numel() else total.new_zeros(())
-    are_whole, known = torch.stack([((told == told.round()) & (told.abs() <= _LARGEST)).all(), error < 0.25]).tolist()
+    are_whole, known = torch.stack([((sums == sums.round()) & (sums.abs() <= _LARGEST)).all(), error < 0.25]).tolist()
     if not are_whole:
         raise ValueError(
             f"Expected messages of whole numbers up to {_LARGEST:.0f}, but got others; pass a tolerance of their means"

@@ -97,8 +97,8 @@ def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int
 
 def _server(steps: TreeOptimizer, state: FedOptServer, aggregate: Message, key: Tensor) -> FedOptServer:
     mean = stepped(state.parameters, aggregate)
-    moved, kept = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
-    return FedOptServer({**mean, **moved}, kept, state.steps + 1)
+    moved, optimizer_state = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
+    return FedOptServer({**mean, **moved}, optimizer_state, state.steps + 1)
 
 
 def fedadam(

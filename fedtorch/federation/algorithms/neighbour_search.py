@@ -168,9 +168,9 @@ def heard(inbox: Neighbourhood, known: Vectors, least: float) -> Vectors:
 def _nearest(known: Vectors, inbox: Neighbourhood, count: int) -> tuple[Tensor, Tensor]:
     """Return the nearest known others of each node and their distances, infinite ones last, `(K, count)`."""
     number = inbox.heard.number
-    own = known.vectors.gather(1, number[:, None, None].expand(-1, 1, known.vectors.shape[2]))
+    self_match = known.vectors.gather(1, number[:, None, None].expand(-1, 1, known.vectors.shape[2]))
     other = (known.present > 0) & (number[:, None] != torch.arange(known.present.shape[1], device=number.device))
-    distances, order = torch.where(other, (known.vectors - own).norm(dim=2), math.inf).sort(dim=1, stable=True)
+    distances, order = torch.where(other, (known.vectors - self_match).norm(dim=2), math.inf).sort(dim=1, stable=True)
     return order[:, :count], distances[:, :count]
 
 

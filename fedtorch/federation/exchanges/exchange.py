@@ -174,9 +174,9 @@ def is_finite(partial: Tree, messages: Tree = None) -> bool:
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
     numbers = [leaf for leaf in tree.leaves(tree.as_real(partial)) if leaf.is_floating_point()]
-    told = weights(messages)
+    all_weights = weights(messages)
     sums = [leaf.sum() for leaf in numbers]
-    sums += [weight.clamp(max=0).sqrt().sum() for weight in told]  # roots of what is negative are NaN
+    sums += [weight.clamp(max=0).sqrt().sum() for weight in all_weights]  # roots of what is negative are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 

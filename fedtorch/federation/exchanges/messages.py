@@ -23,7 +23,7 @@ def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
     return exchange._replace(
         gather=lambda messages, ids: RowsOf(indices(ids), messages),
         merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
-        finish=lambda found: finish(in_order(found)),
+        finish=lambda batch: finish(in_order(batch)),
         additive=False,
     )
 
@@ -36,10 +36,10 @@ class Changed:
     change: Callable[[RowsOf], RowsOf]
     refusal: str  # why the exchange cannot hear changed messages; empty where it can
 
-    def __call__(self, found: RowsOf) -> Tree:
+    def __call__(self, batch: RowsOf) -> Tree:
         if self.refusal:
             raise ValueError(self.refusal)
-        changed_rows = self.change(in_order(found))
+        changed_rows = self.change(in_order(batch))
         return self.exchange.finish(self.exchange.gather(changed_rows.message, changed_rows.ids))
 
 
@@ -57,12 +57,12 @@ def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], E
     return plain, lambda other: changed(again(other), outer.change)
 
 
-def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
+def in_order(messages: RowsOf, first: int | None = None) -> RowsOf:
     """Return messages in ascending order of the clients, one of them first."""
-    ids = found.ids if first is None else torch.where(found.ids == first, -1, found.ids)
+    ids = messages.ids if first is None else torch.where(messages.ids == first, -1, messages.ids)
     if bool((ids[1:] > ids[:-1]).all()):
-        return found
-    return tree.take(found, ids.argsort())
+        return messages
+    return tree.take(messages, ids.argsort())
 
 
 def rows(value: Tree) -> Tensor:
@@ -74,11 +74,11 @@ def rows(value: Tree) -> Tensor:
     return torch.cat(leaves, 1) if len(leaves) > 1 else leaves[0]
 
 
-def like(found: Tensor, value: Tree) -> Tree:
+def like(numbers: Tensor, value: Tree) -> Tree:
     """Return numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
     shapes = [leaf.shape[1:] for leaf in tree.leaves(tree.as_real(value))]
-    parts = found.split([shape.numel() for shape in shapes], -1)
-    shaped = [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)]
+    parts = numbers.split([shape.numel() for shape in shapes], -1)
+    shaped = [part.reshape((*numbers.shape[:-1], *shape)) for part, shape in zip(parts, shapes)]
     return tree.from_real(tree.refill(value, shaped), value)
 
 

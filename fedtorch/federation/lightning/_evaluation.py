@@ -101,10 +101,10 @@ class Evaluation:
             check_loader(source.instance, None, {"predict": "prediction"}.get(stage, stage))
         elif not self.has(stage):
             verb = trainer.state.fn.value  # type: ignore[union-attr]
-            said = "validation" if stage == "validation" else "test"
+            stage_name = "validation" if stage == "validation" else "test"
             raise ValueError(
                 f"Expected rows for trainer.{verb}, but got none; pass trainer.{verb}(federation, data) with "
-                f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
+                f"FederatedData of the same clients, or ft.Federation(…, {stage_name}=data)"
             )
         self._check_step(stage)
         self._check_limit(stage, trainer)
@@ -193,8 +193,8 @@ def first_batches(data: Evaluable, batch_size: int | None, limit: float) -> Eval
         raise ValueError(f"Client {data.names[error.rows[0]]!r}: {error}") from error
     counts = (taken * batch_size).minimum(data.counts)
     within = torch.arange(int(data.counts.sum())) - data.starts.repeat_interleave(data.counts)
-    kept = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
-    return replace(data, rows=tree.map(lambda leaf: leaf[kept.to(leaf.device)], data.rows), counts=counts)
+    positions = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
+    return replace(data, rows=tree.map(lambda leaf: leaf[positions.to(leaf.device)], data.rows), counts=counts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

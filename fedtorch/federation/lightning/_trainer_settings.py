@@ -97,11 +97,11 @@ def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
     if getattr(trainer, "datamodule", None) is not None:
         _refuse("datamodule=", "every client has its own: ft.data.from_datamodules({name: datamodule})")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        advice = {kind: said for kind, said in _CALLBACKS.items() if isinstance(callback, kind)}
+        advice = {kind: remedy for kind, remedy in _CALLBACKS.items() if isinstance(callback, kind)}
         if isinstance(callback, _FOLLOWERS) and not rates:
             advice[type(callback)] = "these clients have no learning rates that are known to this process"
-        for said in advice.values():
-            _refuse(f"the callback {type(callback).__name__}", said)
+        for remedy in advice.values():
+            _refuse(f"the callback {type(callback).__name__}", remedy)
 
 
 def limit_of(trainer: L.Trainer, stage: str) -> float | None:
@@ -140,9 +140,9 @@ def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:
         check_length(schedule, limits[name], f"{name}={limits[name]} of the Trainer")
 
 
-def check_loader(given: object, own: object, name: str) -> None:
-    """Refuse loaders in place of the federation's own `own`, which says only that an epoch is a round."""
-    if given is not None and given is not own:
+def check_loader(given: object, own_loader: object, name: str) -> None:
+    """Refuse loaders in place of the federation's own `own_loader`, which says only that an epoch is a round."""
+    if given is not None and given is not own_loader:
         instead = "its population has the rows" if name == "train" else "FederatedData as validation= or test="
         _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
 

@@ -203,8 +203,8 @@ class LocalClients:
             answers = replied
             if turn.round == 0:
                 check_shapes(answers.message, answers.ids)
-            sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
-            up, down = up + sent, down + heard
+            sent, received = exchange.traffic(outbox, answers.message, answers.ids)
+            up, down = up + sent, down + received
             if lost is not None:
                 answers = answers.without(lost, self.device)
             partial = exchange.gather(answers.message, answers.ids)

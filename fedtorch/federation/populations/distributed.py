@@ -145,11 +145,11 @@ class _DistributedClients:
         population: of all.
     """
 
-    def __init__(self, local: LocalClients, own: Tensor, population: Distributed) -> None:
+    def __init__(self, local: LocalClients, ids: Tensor, population: Distributed) -> None:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
-        self.mine[own] = True
-        self.own, self._everybody = len(own), torch.arange(local.clients)
+        self.mine[ids] = True
+        self.own, self._everybody = len(ids), torch.arange(local.clients)
         self.in_process = population.world_size == 1
         self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
@@ -267,8 +267,8 @@ class _DistributedClients:
         many = len(_Counts._fields)
         numbers = [int(number) for number in table.counts.tolist()]
         if numbers[many - 1]:
-            told = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
-            self._names = tuple(sorted({*self._names, *told}))
+            reported = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
+            self._names = tuple(sorted({*self._names, *reported}))
             self.local.noted.update(dict.fromkeys(self._names))
             table = self.ranks.add(self._table(cohort, here, turn))
             numbers = [int(number) for number in table.counts.tolist()]

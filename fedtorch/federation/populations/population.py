@@ -170,8 +170,8 @@ class Population(Protocol):
 
 def row_counts(population: Population) -> Tensor:
     """Return how many rows each client has, `(K,)`; of clients at sites, how many the sites say."""
-    told = getattr(population, "counts", None)
-    return population.data.counts if told is None else told
+    counts = getattr(population, "counts", None)
+    return population.data.counts if counts is None else counts
 
 
 def feature_names(population: Population) -> tuple[str, ...]:

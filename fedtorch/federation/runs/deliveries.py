@@ -106,8 +106,8 @@ class Deliveries:
             return self._exchange.gather(messages, ids)
         arrived, later = self._send(messages, indices(ids), self._round)
         arrived, self._waiting = sorted(self._waiting + arrived), later
-        heard = [(self.receiver.accepts(delivery.payload), delivery.payload) for delivery in arrived]
-        taken = [(client, payload) for client, payload in heard if client is not None]
+        accepted = [(self.receiver.accepts(delivery.payload), delivery.payload) for delivery in arrived]
+        taken = [(client, payload) for client, payload in accepted if client is not None]
         if not taken:
             return self._exchange.gather(messages, ids)
         like = tree.map(lambda leaf: leaf[0], messages)

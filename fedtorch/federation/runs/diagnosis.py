@@ -56,27 +56,27 @@ def diagnosis(training: float, validation: float, reference: float | None, much:
                 f"Expected errors of at least 0, of which less is better, but got a {name} error of {error}; take a "
                 "loss such as torch.nn.functional.mse_loss"
             )
-    said = []
+    sentences = []
     if training > much * validation:
-        said.append(
+        sentences.append(
             f"the training error is {_times(training, validation)} times the validation error: the parts are small, or "
             "not rows of one distribution; compare them, or take more rows"
         )
     if validation > much * training:
-        said.append(
+        sentences.append(
             f"overfits: the validation error is {_times(validation, training)} times the training error; take a "
             "smaller or penalised model, or more rows"
         )
     if reference is not None and training > much * reference:
-        said.append(
+        sentences.append(
             f"underfits: the training error is {_times(training, reference)} times the reference; take a larger model, "
             "or train to the end"
         )
-    if not said and reference is None:
-        said.append("does not overfit; whether more can be reached needs a reference error")
-    elif not said:
-        said.append("is near the reference, and does not overfit: little is to be gained")
-    return Diagnosis(training, validation, reference, "; and ".join(said))
+    if not sentences and reference is None:
+        sentences.append("does not overfit; whether more can be reached needs a reference error")
+    elif not sentences:
+        sentences.append("is near the reference, and does not overfit: little is to be gained")
+    return Diagnosis(training, validation, reference, "; and ".join(sentences))
 
 
 def _times(larger: float, smaller: float) -> str:

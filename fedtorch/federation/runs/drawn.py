@@ -76,8 +76,8 @@ def drawn_coefficients(run: Any) -> tuple[Tensor, Tensor]:
     shared = draws[SHARED] if SHARED in draws else torch.full_like(total[:, :, 0], torch.nan)
     shared = shared[:, :, None].expand_as(total)
     if f"{SITES}intercept" in draws:
-        own = draws[f"{SITES}intercept"][..., None]
-        total, shared = torch.cat([own, total], -1), torch.cat([torch.zeros_like(own), shared], -1)
+        intercept = draws[f"{SITES}intercept"][..., None]
+        total, shared = torch.cat([intercept, total], -1), torch.cat([torch.zeros_like(intercept), shared], -1)
     return total, shared
 
 

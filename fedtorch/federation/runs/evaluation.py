@@ -158,8 +158,8 @@ class Sums:
         order, parts = [], []
         for places, count in shared_sizes(self._predict, block.mask.sum(1), block.mask.shape[1]):
             rows = places.to(block.mask.device)
-            own = tree.take((block.batch, block.mask), rows)
-            parts.append(self._of_parts(tree.take(tensors, rows), len(rows), self._columns(own, count)))
+            part = tree.take((block.batch, block.mask), rows)
+            parts.append(self._of_parts(tree.take(tensors, rows), len(rows), self._columns(part, count)))
             order.append(places)
         return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(block.mask.device))
 
@@ -171,7 +171,7 @@ class Sums:
         inputs, target = self._split(block.batch)
         asked = (self._predict(tensors, inputs), target, block.mask)
         alone = tree.map(lambda leaf: leaf.flatten(0, 1)[:, None], asked)
-        found = {}
+        by_metric = {}
         for name, metric in self._stacked.items():
             try:
                 rows, whole = metric.update(*alone), metric.update(*asked)
@@ -179,8 +179,8 @@ class Sums:
                 continue  # as `of_block` tells
             pairs = zip(tree.leaves(rows), tree.leaves(whole))
             if all(torch.allclose(leaf.sum(0).double(), total[0].double(), equal_nan=True) for leaf, total in pairs):
-                found[name] = rows
-        return found
+                by_metric[name] = rows
+        return by_metric
 
     def _columns(self, block: tuple[Tree, Tensor], count: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield the first `count` rows of clients in batches; where there are none, one of zeros, outside the mask."""
@@ -219,8 +219,8 @@ class Sums:
             each.begin(clients)
         device = tree.leaves(tensors)[0].device
         with restored(generators(device)):  # others draw the same without them
-            told = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
-            total = functools.reduce(tree.add, told)
+            parts_of_metrics = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
+            total = functools.reduce(tree.add, parts_of_metrics)
         places = {name: each.end().to(device) for name, each in self._pooled.items()}
         return {**total, **places}
 
@@ -273,21 +273,21 @@ class Sums:
         one = lambda k: tree.map(lambda leaf: leaf[k : k + 1], (prediction, target, mask))
         return tree.concatenate([self._of_metric(name, *one(k)) for k in range(len(mask))])
 
-    def scores(self, told: Tree) -> dict[str, Score]:
+    def scores(self, totals: Tree) -> dict[str, Score]:
         """Return the scores of all clients' sums.
 
         Raises:
             ValueError: a metric has raised an error for every client.
         """
-        scores = {name: self._score(name, told[name]) for name in self._stacked}
-        scores.update({name: metric.score(told[name]) for name, metric in self._pooled.items()})
+        scores = {name: self._score(name, totals[name]) for name in self._stacked}
+        scores.update({name: metric.score(totals[name]) for name, metric in self._pooled.items()})
         return {name: scores[name] for name in self._every}
 
-    def _score(self, name: str, told: ClientSums) -> Score:
+    def _score(self, name: str, totals: ClientSums) -> Score:
         from fedtorch.metrics.scores import score_of
 
-        raised = told.raised > 0
-        score, error = score_of(self._stacked[name], told.sums, raised), self._errors.get(name)
+        raised = totals.raised > 0
+        score, error = score_of(self._stacked[name], totals.sums, raised), self._errors.get(name)
         if error is not None and bool(raised.any()) and bool(score.clients.isnan().all()):
             raise ValueError(
                 f"Expected metric {name!r} to have a value for the rows of a client, but it raises "

@@ -163,8 +163,8 @@ def over_draws(
     if around is not None:
         constant = functions.sum(0)[:, None] * around
         around = torch.cat([constant, torch.zeros_like(constant[:1])]).flatten()
-    told = held(rows.flatten(1), minimum, moved, numbers, around)
-    total, variance = (leaf.reshape(rows.shape[1:]) for leaf in told)
+    sums = held(rows.flatten(1), minimum, moved, numbers, around)
+    total, variance = (leaf.reshape(rows.shape[1:]) for leaf in sums)
     white = random.normal(drawn, (len(functions), rows.shape[2]), torch.float64)
     at_draws = functions @ total[:-1] + (total[-1] / 2).clamp(min=0).sqrt() * white
     return Held(at_draws, (functions.square().mean(0)[:, None] * variance[:-1]).sum(0))

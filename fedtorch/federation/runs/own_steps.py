@@ -184,7 +184,7 @@ class OwnSteps:
 
             for _ in self._steps(self._working.module, batches()):
                 pass
-            with swap([mean.to(own.dtype) for mean, own in zip(means.values(), swap.current())]):
+            with swap([mean.to(buffer.dtype) for mean, buffer in zip(means.values(), swap.current())]):
                 self._hook(self._working.module, "epoch_end")
                 values = self._logs.values(value_of)
                 self._hook(self._working.module, "end")
@@ -450,10 +450,10 @@ class WorkingCopy:
         watched = [*self.module.buffers(), *tensors]
         self._watched = [(tensor, tensor.detach().clone(), tensor._version) for tensor in watched]
         # Other attributes may change inside: they are copied, but for these.
-        kept = {id(each): each for each in [*self.module.modules(), *self.module.parameters(), *watched, self._trainer]}
-        self._kept: dict[int, Any] = kept
+        memo = {id(each): each for each in [*self.module.modules(), *self.module.parameters(), *watched, self._trainer]}
+        self._kept: dict[int, Any] = memo
         changing = [{name: value for name, value in each.items() if not isinstance(value, _FIXED)} for each in now]
-        self._attributes, self._changing = now, copy.deepcopy(changing, dict(kept))
+        self._attributes, self._changing = now, copy.deepcopy(changing, dict(memo))
         return functional.Swap(self.module, names)
 
     @contextmanager

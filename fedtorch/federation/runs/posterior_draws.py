@@ -130,17 +130,17 @@ def each_row(
 
     Arguments are those of `summed`, but for a function of all draws at some clients, which yields rows in parts.
     """
-    found: list[dict[str, Tensor]] = []
+    blocks: list[dict[str, Tensor]] = []
 
     def kept(sources: list[Any]) -> Tensor:
         mask = sources[0].mask
         for part, values in in_parts(sources):
-            found.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
+            blocks.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
         count: Tensor = mask.sum(1)
         return count
 
     by_client(holder, every, drawn, kept)
-    rows: dict[str, Tensor] = tree.concatenate(found)
+    rows: dict[str, Tensor] = tree.concatenate(blocks)
     return rows
 
 

@@ -129,7 +129,7 @@ class Modules:
         places = {id(leaf): name for name, leaf in tree.flatten(server, "server").items()}
         names = {name: places.get(id(leaf), f"{ENTRY}.{name}") for name, leaf in holds.tensors.items()}
         own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.lacks}
-        said = {
+        entry = {
             "class": type(self.module).__name__,
             "tensors": names,
             "lacks": holds.lacks,
@@ -137,7 +137,7 @@ class Modules:
             "layers": self._layers,
         }
         computed = {names[n]: leaf.detach().cpu() for n, leaf in holds.tensors.items() if id(leaf) not in places}
-        return {ENTRY: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8), **computed}
+        return {ENTRY: torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8), **computed}
 
 
 class SavedModule(NamedTuple):
@@ -182,12 +182,12 @@ def _as_known(theirs: Layers, mine: Layers) -> tuple[dict[str, str], dict[str, s
     return flat
 
 
-def _whole(leaf: Tensor, own: Tensor | None) -> Tensor:
+def _whole(leaf: Tensor, original: Tensor | None) -> Tensor:
     """Return a tensor of a server as a module has it: an averaged buffer that began at infinity travels in parts."""
-    if own is None or leaf.shape == own.shape or bool(own.isfinite().all()):
+    if original is None or leaf.shape == original.shape or bool(original.isfinite().all()):
         return leaf
-    parts = functional.finite_parts(own)
+    parts = functional.finite_parts(original)
     if leaf.shape != parts.shape:
         return leaf
     numbers = functional.from_finite_parts(leaf)
-    return (torch.view_as_complex(numbers) if own.is_complex() else numbers).to(own.dtype)
+    return (torch.view_as_complex(numbers) if original.is_complex() else numbers).to(original.dtype)

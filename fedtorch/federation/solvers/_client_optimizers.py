@@ -52,10 +52,10 @@ class ClientOptimizers:
         self._clients = [make({name: tensor[k] for name, tensor in tensors.items()}) for k in range(count)]
         self._name, self._template = type(self._clients[0][0]).__name__, template
         for name, saved in state.items():
-            begun, kept = saved[_BEGUN].tolist(), template[name].items()
-            for k, (optimizer, own) in enumerate(self._clients):
+            begun, parts = saved[_BEGUN].tolist(), template[name].items()
+            for k, (optimizer, parameters) in enumerate(self._clients):
                 if begun[k]:
-                    optimizer.state[own[name]].update({n: _loaded(n, saved[n][k], like) for n, like in kept})
+                    optimizer.state[parameters[name]].update({n: _loaded(n, saved[n][k], like) for n, like in parts})
         self._outside = [_outside(*client) for client in self._clients] if keep else []
 
     @property
@@ -65,7 +65,9 @@ class ClientOptimizers:
 
     def rates(self) -> Tensor:
         """Return the learning rate `(K,)` of each client's first group, which its optimiser may have set itself."""
-        return torch.tensor([own.param_groups[0].get("lr", torch.nan) for own, _ in self._clients], dtype=torch.float64)
+        return torch.tensor(
+            [optimizer.param_groups[0].get("lr", torch.nan) for optimizer, _ in self._clients], dtype=torch.float64
+        )
 
     def step(
         self,
@@ -87,8 +89,8 @@ class ClientOptimizers:
         """
         without = {name: mask.tolist() for name, mask in missing.items()}
         generators = HostGenerators.state()
-        for k, (optimizer, own) in enumerate(self._clients):
-            for name, parameter in own.items():
+        for k, (optimizer, parameters) in enumerate(self._clients):
+            for name, parameter in parameters.items():
                 gradient = None if name in without and without[name][k] else gradients[name]
                 # A copy, for optimisers change gradients in place.
                 fresh = None if gradient is None else gradient[k].clone(memory_format=torch.contiguous_format)
@@ -101,7 +103,7 @@ class ClientOptimizers:
                 "numbers clients would share; draw with torch, or use ft.lightning_fit"
             )
         for name, tensor in tensors.items():
-            tensor.copy_(torch.stack([own[name].detach() for _, own in self._clients]))
+            tensor.copy_(torch.stack([parameters[name].detach() for _, parameters in self._clients]))
 
     def _step(self, optimizer: Optimizer) -> None:
         try:
@@ -114,9 +116,9 @@ class ClientOptimizers:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Put the clients where the stacks are."""
-        for k, (_, own) in enumerate(self._clients):
+        for k, (_, parameters) in enumerate(self._clients):
             for name, tensor in tensors.items():
-                own[name].detach().copy_(tensor[k])
+                parameters[name].detach().copy_(tensor[k])
 
     def keep(self, clients: Tensor) -> None:
         """Keep some of the clients, `(M,)` places, and let the others go."""
@@ -130,16 +132,18 @@ class ClientOptimizers:
             StepRefused: some are no numbers or tensors, or the optimiser keeps something elsewhere.
         """
         self._refuse_outside(())
-        optimizer, own = self._clients[0]
-        found = {name: _parts(optimizer, parameter) for name, parameter in own.items()}
-        strange = [f"{n} ({type(v).__name__})" for parts in found.values() for n, v in parts.items() if not _is_kept(v)]
+        optimizer, parameters = self._clients[0]
+        parts_by_name = {name: _parts(optimizer, parameter) for name, parameter in parameters.items()}
+        strange = [
+            f"{n} ({type(v).__name__})" for parts in parts_by_name.values() for n, v in parts.items() if not _is_kept(v)
+        ]
         if strange:
             raise StepRefused(
                 f"Expected the state of {self._name} to be numbers and tensors, but got {', '.join(strange)}; use "
                 "reset='round'"
             )
         zero = lambda part: torch.zeros_like(part) if isinstance(part, Tensor) else type(part)(0)
-        return {name: {n: zero(part) for n, part in parts.items()} for name, parts in found.items()}
+        return {name: {n: zero(part) for n, part in parts.items()} for name, parts in parts_by_name.items()}
 
     def state(self, scheduled: Collection[str] = ()) -> State:
         """Return the states of all clients, `(K, ...)`, by parameter and part; zeros where nothing has been kept.
@@ -163,7 +167,7 @@ class ClientOptimizers:
                 )
 
     def _stacked(self, name: str, template: Parts) -> dict[str, Tensor]:
-        each = [_parts(optimizer, own[name]) for optimizer, own in self._clients]
+        each = [_parts(optimizer, parameters[name]) for optimizer, parameters in self._clients]
         for parts in each:
             if parts and _kinds(parts) != _kinds(template):
                 raise StepRefused(
@@ -211,10 +215,10 @@ def _loaded(name: str, value: Tensor, like: Any) -> Any:
     return type(like)(value.item())
 
 
-def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _outside(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what an optimiser holds that is no state of its client's parameters, by its path."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *own.values())}
+    seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *parameters.values())}
     for number, group in enumerate(optimizer.param_groups):
         seen[id(group)] = group
         _walk(f"param_groups[{number}]", options(group), seen, found)
@@ -223,23 +227,23 @@ def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) -> None:
+def _walk(path: str, value: Any, seen: dict[int, Any], slots: dict[str, Any]) -> None:
     """Add what a value holds to what is found; `seen` holds what has been looked at, so that no other has its id."""
     if isinstance(value, _SIMPLE):
-        found[path] = value
+        slots[path] = value
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)) or id(value) in seen:
         return
     seen[id(value)] = value
     within: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
-        found[path] = value.detach().clone()
+        slots[path] = value.detach().clone()
     elif isinstance(value, torch.Generator):
-        found[path] = value.get_state()
+        slots[path] = value.get_state()
     elif isinstance(value, Mapping):
-        found[path] = len(value)
+        slots[path] = len(value)
         within = [(repr(key) if isinstance(key, str) else n, each) for n, (key, each) in enumerate(value.items())]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        found[path] = len(value)
+        slots[path] = len(value)
         within = enumerate(value)
     elif isinstance(value, types.MethodType):
         within = [("self", value.__self__), ("function", value.__func__)]
@@ -247,12 +251,12 @@ def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) ->
         cells = zip(value.__code__.co_freevars, value.__closure__ or ())
         within = [(name, cell.cell_contents) for name, cell in cells]
     elif isinstance(value, Optimizer):
-        kept = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_KEPT]
-        within = [*kept, ("state", value.state), ("param_groups", value.param_groups)]
+        attributes = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_KEPT]
+        within = [*attributes, ("state", value.state), ("param_groups", value.param_groups)]
     elif hasattr(value, "__dict__"):
         within = [(repr(name), each) for name, each in vars(value).items()]
     for key, each in within:
-        _walk(f"{path}[{key}]" if path else str(key).strip("'"), each, seen, found)
+        _walk(f"{path}[{key}]" if path else str(key).strip("'"), each, seen, slots)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], scheduled: Collection[str]) -> list[str]:

@@ -238,18 +238,18 @@ def own_optimizer(
         values: of the parameters that are trained, by name; they are copied.
     """
     places = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    own = {name: nn.Parameter(values[name].detach().clone()) for name in places}
+    parameters = {name: nn.Parameter(values[name].detach().clone()) for name in places}
     if make is not None:
-        answer: Any = make(p for p in own.values())
+        answer: Any = make(p for p in parameters.values())
     else:  # by a copy of the module that has them, and shares all of its other tensors
         shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        replaced = {id(place): own[name] for name, place in places.items()}
+        replaced = {id(place): parameters[name] for name, place in places.items()}
         copied = copy.deepcopy(module, {**shared, **replaced})
         copied.trainer = trainer  # type: ignore[assignment]
         answer = copied.configure_optimizers()  # type: ignore[operator]
     (optimizer,), _ = _parse(answer)
-    TreeOptimizer(optimizer, own)  # which refuses the tensors of others
-    return optimizer, own
+    TreeOptimizer(optimizer, parameters)  # which refuses the tensors of others
+    return optimizer, parameters
 
 
 def check_steps(optimizer: Optimizer) -> None:

@@ -60,8 +60,8 @@ class FusedSteps:
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
         share = None
         if self.clip is not None and todo:
-            tensors, found, clients_of, _ = zip(*todo)
-            share = stacked_step.clipped(tensors, found, clients_of, self.clip)
+            tensors, todo_gradients, clients_of, _ = zip(*todo)
+            share = stacked_step.clipped(tensors, todo_gradients, clients_of, self.clip)
         for tensor, gradient, clients, group in todo:
             update = self._sgd if type(self.optimizer) is SGD else self._adam
             update(tensor, gradient, clients._replace(share=share), group)

@@ -77,19 +77,19 @@ def of_torch(error: Exception) -> bool:
 def _layer(error: Exception, module: nn.Module) -> str:
     """Return the name of the innermost part of a module in which an error was raised, "" if none is known."""
     names = {id(part): name for name, part in module.named_modules() if name}
-    found, trace = "", error.__traceback__
+    part_name, trace = "", error.__traceback__
     while trace is not None:
         part = trace.tb_frame.f_locals.get("self")
         if id(part) in names and isinstance(part, nn.Module):
-            found = f"{names[id(part)]} ({type(part).__name__})"
+            part_name = f"{names[id(part)]} ({type(part).__name__})"
         trace = trace.tb_next
-    return found
+    return part_name
 
 
 def _advice(error: Exception, batch: Any, dtype: torch.dtype) -> str:
-    said = str(error)
+    message = str(error)
     for pattern, advice in _TABLE:
-        if re.search(pattern, said):
+        if re.search(pattern, message):
             return advice
     try:
         leaves = tree.leaves(batch)

@@ -405,11 +405,11 @@ class Descent:
         ):
             traits.append(per_epoch)
         if state.steps is not None:
-            counted, told = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
+            counted, columns = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
             for parts in state.optimizer.values():
-                told.extend([ever_trained(parts)] if parts else [])
-                told.extend(value for name, value in parts.items() if name in counted)
-            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in told]).cpu())
+                columns.extend([ever_trained(parts)] if parts else [])
+                columns.extend(value for name, value in parts.items() if name in counted)
+            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in columns]).cpu())
         traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
         if not traits:
             return [torch.arange(len(per_epoch))]
@@ -465,8 +465,8 @@ class _Stack:
             from fedtorch.federation.solvers._client_optimizers import ClientOptimizers
 
             self.draws = StepKeys(lambda: random.fold_in(turn.key, OPTIMIZER))
-            own = descent.own_optimizer
-            self.optimizer = ClientOptimizers(own, self.tensors, descent.keep, earlier, descent.template)
+            make_optimizer = descent.own_optimizer
+            self.optimizer = ClientOptimizers(make_optimizer, self.tensors, descent.keep, earlier, descent.template)
         self.fuses = possible(device) and batches.known
         self.here = torch.arange(len(batches.total))
         self.divided: dict[str, list[Piece]] = {}
@@ -522,11 +522,11 @@ class _Stack:
         loss.release()
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
-        tensors, kept = self.finished
+        tensors, optimizer_state = self.finished
         for name, rows in seen.of_batches().items():
             self.turn.takes(rows, batches.count, name)
         lr_sum = own_rates if self.by_client else torch.tensor(rates, dtype=torch.float64).cumsum(0)[total]
-        return self._local(tensors, kept, lr_sum, seen.reduced())
+        return self._local(tensors, optimizer_state, lr_sum, seen.reduced())
 
     def _leave(self, ended: Tensor, t: int) -> None:
         """Let clients that have taken their last step `(M,)` bool leave the stack."""
@@ -544,12 +544,15 @@ class _Stack:
         places[left] = torch.arange(len(left))
         for name, tensor in self.tensors.items():
             if name in self.divided:
-                kept = [(piece, at) for piece in self.divided[name] if len(at := (~ended[piece.rows]).nonzero()[:, 0])]
+                remaining = [
+                    (piece, at) for piece in self.divided[name] if len(at := (~ended[piece.rows]).nonzero()[:, 0])
+                ]
                 for piece in self.divided[name]:
                     if bool(ended[piece.rows].all()):
                         divide(self.optimizer, piece.tensor, [])
                 self.divided[name] = [
-                    Piece(places[piece.rows[at]], divide(self.optimizer, piece.tensor, [at])[0]) for piece, at in kept
+                    Piece(places[piece.rows[at]], divide(self.optimizer, piece.tensor, [at])[0])
+                    for piece, at in remaining
                 ]
                 self.tensors[name] = tensor.index_select(0, left.to(tensor.device))
             else:
@@ -659,9 +662,9 @@ class _Stack:
         state = self.state_of(self.optimizer, whole, old)
         for name, pieces in self.divided.items():
             parts = [self.state_of(self.optimizer, {name: piece.tensor})[name] for piece in pieces]
-            found = {key: part[key] for part in parts for key in part}
+            joined = {key: part[key] for part in parts for key in part}
             state[name] = dict(old.get(name, {}))
-            for key, like in found.items():
+            for key, like in joined.items():
                 joint = like.new_zeros(len(self.here), *like.shape[1:])
                 for piece, part in zip(pieces, parts):
                     if key in part:
@@ -669,12 +672,14 @@ class _Stack:
                 state[name][key] = joint
         return {name: state[name] for name in self.tensors}
 
-    def _local(self, tensors: dict[str, Tensor], kept: State, lr_sum: Tensor, info: dict[str, Tensor]) -> Local:
+    def _local(
+        self, tensors: dict[str, Tensor], optimizer_state: State, lr_sum: Tensor, info: dict[str, Tensor]
+    ) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
             {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
             LocalState(
-                kept,
+                optimizer_state,
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),

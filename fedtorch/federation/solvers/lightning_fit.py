@@ -363,7 +363,7 @@ class _Fit:
         before = {} if self.policy != "refuse" else functional.buffers(module)
         frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
         outside = PythonState(module)
-        kept = outside.snapshot()
+        fields_before = outside.snapshot()
         self._shared.hide()
         trainer = RoundTrainer(**self._trainer_arguments(arguments, watch, device, limit))
         try:
@@ -380,7 +380,7 @@ class _Fit:
         refuse_changed_buffers(module, before)
         shared = PythonState(self.module).snapshot()
         now = {key: entry for key, entry in outside.snapshot().items() if key in shared}
-        self._shared.add(changed(kept, now))
+        self._shared.add(changed(fields_before, now))
         thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
         refuse_thawed(module, thawed)
         moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]

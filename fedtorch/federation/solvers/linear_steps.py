@@ -94,22 +94,22 @@ class LinearSteps(NamedTuple):
         (x, y), form = data.batch, self.form
         join = form.join if family is CATEGORICAL else lambda parameters: form.join(parameters)[..., 0]
         total = batches.total.to(x.device)
-        own, precision, shift = join(start), None, None
+        theta_start, precision, shift = join(start), None, None
         if quadratic is not None or self.weight_decay:
-            strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
+            strength = theta_start.new_zeros(len(theta_start)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
-            shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
+            shift = torch.zeros_like(theta_start) if quadratic is None else join(quadratic.shift)
         y = y.reshape(x.shape[:2])
         more: dict[str, Any] = {"lr": self.lr, "total": total, "precision": precision, "shift": shift}
-        if self._launches(own):
+        if self._launches(theta_start):
             more["batches"] = batches.chosen()
             steps = int(batches.total.max())
-            theta, loss = glm_steps.glm_steps(family, x, y, data.count, own, steps=steps, **more)
+            theta, loss = glm_steps.glm_steps(family, x, y, data.count, theta_start, steps=steps, **more)
         else:
-            theta, loss = glm_loop(family, x, y, own, batches.runs, rule=self.rule, **more)
-        kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
-        solution = form.split(theta.reshape(*own.shape[:2], -1))
-        return Local(solution, kept, self.lr * total.double(), {"loss": loss})
+            theta, loss = glm_loop(family, x, y, theta_start, batches.runs, rule=self.rule, **more)
+        solver_state = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
+        solution = form.split(theta.reshape(*theta_start.shape[:2], -1))
+        return Local(solution, solver_state, self.lr * total.double(), {"loss": loss})
 
 
 def linear_steps(

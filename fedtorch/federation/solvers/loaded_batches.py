@@ -216,11 +216,11 @@ def one_by_one(loss: Any) -> Iterator[None]:
 def check_settings(batch_size: int | None, **others: Any) -> None:
     """Raise ValueError for settings of how batches are made, which are the loaders' own."""
     given = {"batch_size": batch_size, **others}
-    said = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if said:
+    settings = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if settings:
         raise ValueError(
             "Expected no settings of batches for clients with loaders, whose batches are taken as they are, but got "
-            f"{', '.join(said)}; give them to the loaders"
+            f"{', '.join(settings)}; give them to the loaders"
         )
 
 

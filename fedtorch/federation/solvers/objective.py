@@ -151,8 +151,8 @@ class DifferingIndex:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return found._raise()
+        stand_in = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return stand_in._raise()
 
 
 for _operation in NUMBER_OPERATIONS:
@@ -312,9 +312,9 @@ class Objective(nn.Module):
         return average(losses), {name: average(value) for name, value in logs.items()}
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
-        own = vars(self)  # an attribute of a module takes as long to set as a small operation
+        attributes = vars(self)  # an attribute of a module takes as long to set as a small operation
         self._logs.clear()
-        own["_batch"] = batch
+        attributes["_batch"] = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -324,7 +324,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs, own["_batch"] = dict(self._logs), None
+        logs, attributes["_batch"] = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 

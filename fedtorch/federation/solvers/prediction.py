@@ -95,8 +95,8 @@ def unpadded(predict: Predict, tensors: Tree, inputs: Tree, mask: Tensor) -> Tre
     order, parts = [], []
     for places, count in shared_sizes(predict, mask.sum(1), mask.shape[1]):
         rows, width = places.to(mask.device), slice(0, max(count, 1))
-        own = tree.map(lambda leaf, width=width: leaf[:, width], tree.take(inputs, rows))
-        outputs = predict(tree.take(tensors, rows), own)
+        batch = tree.map(lambda leaf, width=width: leaf[:, width], tree.take(inputs, rows))
+        outputs = predict(tree.take(tensors, rows), batch)
         parts.append(tree.map(lambda leaf, inside=mask[rows]: _filled(leaf, inside), outputs))
         order.append(places)
     return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(mask.device))
@@ -147,10 +147,10 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
 
     def alone(tensors: Tree, inputs: Tree) -> Tree:
         positional, named = functional.arguments(template, inputs)
-        own = anew(written(tensors, tensors))
-        before = {name: (buffer, buffer._version) for name, buffer in own.named_buffers()}
-        output = _as_tree(own(*positional, **named), name)
-        after = dict(own.named_buffers())
+        fresh_module = anew(written(tensors, tensors))
+        before = {name: (buffer, buffer._version) for name, buffer in fresh_module.named_buffers()}
+        output = _as_tree(fresh_module(*positional, **named), name)
+        after = dict(fresh_module.named_buffers())
         writes.update(n for n, (b, version) in before.items() if after.get(n) is not b or b._version != version)
         return output
 
@@ -240,8 +240,8 @@ def _as_tree(output: Any, name: str) -> Tree:
 def _agree(outputs: Tree, alone: Callable[[int], Tree], count: int) -> bool:
     """Return whether the floating-point outputs of the last two of `count` clients are those of each alone."""
     for k in range(max(0, count - 2), count):
-        for whole, own in zip(tree.leaves(outputs), tree.leaves(alone(k))):
-            if own.is_floating_point() and relative_gap(whole[k], own) > tolerance(own.dtype):
+        for whole, single in zip(tree.leaves(outputs), tree.leaves(alone(k))):
+            if single.is_floating_point() and relative_gap(whole[k], single) > tolerance(single.dtype):
                 return False
     return True
 

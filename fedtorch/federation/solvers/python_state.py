@@ -102,8 +102,8 @@ class _Kept:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         from torch.utils._pytree import tree_leaves
 
-        kept = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is _Kept)
-        _Kept._raise(kept)
+        slot_value = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is _Kept)
+        _Kept._raise(slot_value)
 
 
 def _value_of(value: Any) -> Any:
@@ -162,9 +162,9 @@ class KeptSlots:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
-    def add(self, found: Mapping[Any, tuple[str, Slot, Any]]) -> None:
+    def add(self, attributes: Mapping[Any, tuple[str, Slot, Any]]) -> None:
         """Add attributes, as `changed` returns them."""
-        self._slots |= {key: (path, slot) for key, (path, slot, _) in found.items()}
+        self._slots |= {key: (path, slot) for key, (path, slot, _) in attributes.items()}
 
     def hide(self) -> None:
         """Let whatever reads what is there now raise."""
@@ -209,7 +209,7 @@ class PythonState:
 
     def snapshot(self) -> Snapshot:
         """Return (path, slot, value, copy of its content) of every attribute; a tensor is copied when it changes."""
-        found: Snapshot = {}
+        attributes: Snapshot = {}
         copies: dict[int, tuple[Tensor, Tensor]] = {}
         for path, place, key, value in self._walk():
             content = _content(value)
@@ -219,9 +219,9 @@ class PythonState:
                     known = value, value.detach().clone()
                 copies[id(value)] = known
                 content = known[1], *content[1:]
-            found[id(place), key] = path, (place, key), value, content
+            attributes[id(place), key] = path, (place, key), value, content
         self._copies = copies
-        return found
+        return attributes
 
     @contextmanager
     def left_alone(self, before: Snapshot | None = None) -> Iterator[None]:
@@ -283,9 +283,9 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
             yield from _entries(prefix, tensors, dict(tensors), seen, 0)
         for key, parameter in part._parameters.items():
             # By `_is_param` torch knows a parameter of a class of its own, such as one that is quantised.
-            own = {} if parameter is None else {k: v for k, v in vars(parameter).items() if k != "_is_param"}
-            if own:
-                yield from _entries(f"{prefix}{key}.", vars(parameter), own, seen, 0)
+            entries = {} if parameter is None else {k: v for k, v in vars(parameter).items() if k != "_is_param"}
+            if entries:
+                yield from _entries(f"{prefix}{key}.", vars(parameter), entries, seen, 0)
             if parameter is not None and parameter._backward_hooks:
                 yield from _hooked(f"{prefix}{key}", parameter._backward_hooks, seen)
         for key in _HOOKS:
@@ -294,8 +294,8 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
         for kind in type(part).__mro__ if not _library(type(part)) else ():  # bases of a library's are a library's
             if _library(kind):
                 continue
-            own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
-            yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
+            entries = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
+            yield from _entries(f"{kind.__name__}.", kind, entries, seen, 0)
             for value in vars(kind).values():
                 if isinstance(value, property):
                     functions = [value.fget, value.fset]
@@ -314,12 +314,12 @@ def _hooked(path: str, hooks: Mapping[Any, Any], seen: set[int]) -> Iterator[tup
 
 def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[str, Slot, Any]]:
     """Return (path, slot, value before) of the attributes that are not what they were."""
-    found = {}
+    differences = {}
     for key, (path, slot, value, content) in after.items():
         old = before.get(key)
         if old is None or not (old[2] is value or _equal(old[2], value)) or not _equal(old[3], content):
-            found[key] = path, slot, None if old is None else old[2]
-    return found
+            differences[key] = path, slot, None if old is None else old[2]
+    return differences
 
 
 def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
@@ -341,12 +341,12 @@ def hidden(loss: Any, before: Mapping[Any, Any], name: str) -> Iterator[None]:
         before: a snapshot of the `PythonState` of its module.
         name: of the module.
     """
-    found = {key: entry[:3] for key, entry in before.items() if entry[0] in loss.rewritten}
-    if not found:
+    read_back = {key: entry[:3] for key, entry in before.items() if entry[0] in loss.rewritten}
+    if not read_back:
         yield
         return
     slots = loss.slots = KeptSlots(lambda path: refuse_read(name, [path]))
-    slots.add(found)
+    slots.add(read_back)
     try:
         yield
         slots.check()
@@ -554,8 +554,8 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
             elif isinstance(value, type):
                 if id(value) not in seen and not _installed(value.__module__):
                     seen.add(id(value))
-                    own = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
-                    yield from _entries(f"{value.__name__}.", value, own, seen, 0)
+                    entries = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
+                    yield from _entries(f"{value.__name__}.", value, entries, seen, 0)
             elif _is_code(value) or isinstance(value, nn.Module):
                 yield from _within(name, value, seen, 0)
             elif isinstance(value, Tensor) or not _library(type(value), but=("builtins",)):
@@ -609,8 +609,8 @@ def _is_code(value: Any) -> bool:
 def _usual(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of attributes that torch and Lightning keep on every module of a class."""
     lightning = loaded("lightning.pytorch", "LightningModule")
-    own = vars(lightning()) if issubclass(kind, lightning) else {}
-    names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
+    of_lightning = vars(lightning()) if issubclass(kind, lightning) else {}
+    names = {*vars(nn.Module()), *of_lightning, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
     return frozenset(names - {"training"})
 
 

@@ -269,8 +269,8 @@ class StackedLoss:
         result = StepResult(losses, logs, buffers, self.hooks.stacked(gradients), recorded)
         self._replays[shapes] = times + 1
         if times == 2:
-            own = self._drawn(rows, keys, index, flat)
-            for tensor, one, other in zip(self.tensors, result.gradients, own.gradients):
+            direct = self._drawn(rows, keys, index, flat)
+            for tensor, one, other in zip(self.tensors, result.gradients, direct.gradients):
                 if one is None and other is None:
                     continue
                 if one is None or other is None or relative_gap(one, other) > tolerance(one.dtype):
@@ -290,15 +290,15 @@ class StackedLoss:
 
         def evaluate(at: Tensor | None) -> StepResult:
             nonlocal work
-            some, own = (flat, keys) if at is None else (tree.take(tuple(flat), at), keys.some(at, index))
+            some, some_keys = (flat, keys) if at is None else (tree.take(tuple(flat), at), keys.some(at, index))
             if at is None or weighted or len(at) >= _FEWEST:
                 work += _FEWEST  # clients alone that a `vmap` is worth
-                result = self._mapped(rows, own[index] if self.random else None, index, some)
+                result = self._mapped(rows, some_keys[index] if self.random else None, index, some)
                 self._paths.append((self._called, at))
                 return result._replace(gradients=self.hooks.stacked(result.gradients))
             work += len(at)
             each = list(zip(*(leaf.unbind() for leaf in some[first:])))
-            parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, own, range(len(at)))
+            parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, some_keys, range(len(at)))
             return joined(parts, [[k] for k in range(len(at))], len(at), self.tensors)
 
         def join(parts: list[StepResult], places: Tensor) -> StepResult:
@@ -350,9 +350,9 @@ class StackedLoss:
         captures = self.compile and self.eager is None
         mode = stacked_layers.WithoutReading() if captures else stacked_layers.StackedOperations()
         with mode, self.unchanged():
-            found = tuple(functional.mapped(one, flat, randomness))
+            outputs = tuple(functional.mapped(one, flat, randomness))
         self._called = tuple(mode.called)
-        return found
+        return outputs
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
@@ -429,8 +429,8 @@ class StackedLoss:
         def one(k: int, interception: Interception) -> StepResult:
             place = places[k]
             with HostGenerators.seeded(int(keys[index].keys[place]) % 2**63) if self.host else _NOTHING:
-                own = trained[place] if buffers is None else (*trained[place], *buffers[place])
-                result = self.alone(own, rows(place), index, interception)
+                tensors = trained[place] if buffers is None else (*trained[place], *buffers[place])
+                result = self.alone(tensors, rows(place), index, interception)
             if [parameter.data_ptr() for parameter in trained[place]] != pointers[place]:
                 # The module has given some of them other memory, `.data = …`.
                 for whole, parameter in zip(values, trained[place]):
@@ -451,8 +451,11 @@ class StackedLoss:
         """Return each client's parameters in the memory of stacked tensors, made anew for other tensors, and where."""
         if len(self._of) != len(tensors) or any(one is not other for one, other in zip(self._of, tensors)):
             rows = zip(*(tensor.detach().unbind() for tensor in tensors))
-            each = [[self.parameter(value) for value in own] for own in rows]
-            self._of, self._rows = tensors, (each, [[parameter.data_ptr() for parameter in own] for own in each])
+            each = [[self.parameter(value) for value in parameters] for parameters in rows]
+            self._of, self._rows = (
+                tensors,
+                (each, [[parameter.data_ptr() for parameter in parameters] for parameters in each]),
+            )
         return self._rows
 
     def parameter(self, value: Tensor) -> nn.Parameter:

@@ -132,17 +132,21 @@ class StepCheck:
         """
         if self._repeated:
             return
-        twin, own = self._twin(False), [value[:1] for value in values]
+        twin, first_values = self._twin(False), [value[:1] for value in values]
         twin.objective.to(values[0].device)
         self._like(twin, loss)
         rows = _Copied(batch)  # which the module may change in place
         alone = lambda: twin.each(
-            [value.detach().clone() for value in own], rows.alone, index, keys.some(torch.tensor([0]), index), [0]
+            [value.detach().clone() for value in first_values],
+            rows.alone,
+            index,
+            keys.some(torch.tensor([0]), index),
+            [0],
         )[0]
         with _unseeded(twin):
             first = alone()
         second = alone()
-        most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
+        most = max(tolerance(value.dtype) for value in first_values if value.is_floating_point() or value.is_complex())
         pairs = [(first.losses, second.losses), *zip(first.gradients, second.gradients)]
         gaps = [relative_gap(_flat(one), _flat(other)) for one, other in pairs if one is not None and other is not None]
         if any((one is None) != (other is None) for one, other in pairs) or max(gaps) > most:
@@ -241,8 +245,8 @@ class StepCheck:
         trained = len(loss.tensors)
         moved = [*(_moved(value) for value in some[:trained]), *some[trained:]]
         part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
-        own = keys.some(at, index)
-        found = ""
+        step_keys = keys.some(at, index)
+        differences = ""
         if not of_promise:
             looked_at = [moved]
         elif first:  # a promise is of the parameters that clients have, too
@@ -250,15 +254,15 @@ class StepCheck:
         else:
             looked_at = [some]
         for values in looked_at:
-            difference = self._compared(loss, values, part, index, own, double=True)
+            difference = self._compared(loss, values, part, index, step_keys, double=True)
             if difference is None:
-                difference = self._compared(loss, values, part, index, own, double=False)
+                difference = self._compared(loss, values, part, index, step_keys, double=False)
                 _LOG.info(
                     "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
                     type(self._module).__name__,
                 )
-            found = found or difference or ""
-        if found:
+            differences = differences or difference or ""
+        if differences:
             how = (
                 "in padded steps from that of each client's own rows"
                 if batch.weights is not None
@@ -269,7 +273,7 @@ class StepCheck:
                 if batch.weights is not None
                 else "; use batched='auto' or batched=False, which call the loss client by client"
             )
-            raise StepsDiffer(f"{found} {how}", batch.weights is not None, advice)
+            raise StepsDiffer(f"{differences} {how}", batch.weights is not None, advice)
 
     def _compared(
         self, loss: Any, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
@@ -285,12 +289,12 @@ class StepCheck:
         twin = self._twin(double)
         twin.objective.to(batch.leaves[0].device)
         self._like(twin, loss)
-        own = lambda: StepKeys(keys.keys)
+        fresh_keys = lambda: StepKeys(keys.keys)
         try:
             written, others = (tuple(value.clone() for value in values) for _ in range(2))
             with _unseeded(twin):
-                alone = twin.one_by_one(written, batch, index, own())
-            together = twin.together(others, batch, index, own())
+                alone = twin.one_by_one(written, batch, index, fresh_keys())
+            together = twin.together(others, batch, index, fresh_keys())
         except Seeded:
             raise
         except Exception:

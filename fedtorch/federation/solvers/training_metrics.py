@@ -240,9 +240,9 @@ def refuse_hidden_metrics(module: nn.Module) -> None:
     """Raise TypeError for a metric in whose place `replace_metrics` puts none: of another object, or of a class."""
     for path, part in module.named_modules():
         for name, value in () if isinstance(part, MetricRecorder) else _attributes(part):
-            found = next(_hidden(value, name, set()), None)
-            if found is not None:
-                where = ".".join(filter(None, (path, found)))
+            attribute = next(_hidden(value, name, set()), None)
+            if attribute is not None:
+                where = ".".join(filter(None, (path, attribute)))
                 raise TypeError(
                     f"Expected metrics that are parts of {type(module).__name__}, but {where} is one of another "
                     "object or of a class, whose state clients would share; register it in __init__, for example "
@@ -456,15 +456,15 @@ class RoundMetrics:
         from fedtorch.metrics.recorded import BatchCall
 
         for (calls, padded, logged), tensors, clients in recorded:
-            own = sizes
+            row_counts = sizes
             if clients is not None:
-                own = torch.zeros_like(sizes)
-                own[list(clients)] = sizes[list(clients)]
+                row_counts = torch.zeros_like(sizes)
+                row_counts[list(clients)] = sizes[list(clients)]
             self._logged.update(logged)
             given = iter(zip(tensors, padded))
             for recorder, number, call in calls:
                 pairs = [next(given) for _ in call.tensors]
-                batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], own)
+                batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], row_counts)
                 self._batches.setdefault((recorder, number), []).append((step, batch, logged))
 
     def of_batches(self, steps: int) -> set[str]:
@@ -497,7 +497,7 @@ class RoundMetrics:
         if logged.call is None:
             return logged.after(logged.recorder.values.of_round(batches))
         values = logged.recorder.values.of_batches(batches)
-        for row, (_, _, own) in zip(values, ordered):
-            row.copy_(own[name].after(row) if name in own else torch.nan * row)
+        for row, (_, _, states) in zip(values, ordered):
+            row.copy_(states[name].after(row) if name in states else torch.nan * row)
         sizes = torch.stack([batch.sizes for batch in batches])
         return logged.reduction.of(values, torch.where(values.isnan(), 0, sizes.to(values.device)))

@@ -48,10 +48,10 @@ def squares(
     """Return sums of squares of the gradients of a tile's rows, `(clients, across)`."""
     row, there, place, mask = tile_of(clients, size, across, ROWS, COLUMNS)
     value = tl.load(parameter + place, mask=mask, other=0.0)
-    found = tl.load(gradient + place, mask=mask, other=0.0)
-    found = pulled(found, value, precision, shift, row, there, place, mask, PULL)
-    found = tl.where(mask, found, 0.0)
-    tl.store(out + row * across + tl.program_id(0) % across, tl.sum(found * found, 1), mask=there)
+    squared = tl.load(gradient + place, mask=mask, other=0.0)
+    squared = pulled(squared, value, precision, shift, row, there, place, mask, PULL)
+    squared = tl.where(mask, squared, 0.0)
+    tl.store(out + row * across + tl.program_id(0) % across, tl.sum(squared * squared, 1), mask=there)
 
 
 @triton.jit

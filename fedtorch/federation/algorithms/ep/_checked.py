@@ -75,11 +75,11 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
             f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )
     prior, q = gaussian.unpack(server.prior.precision), gaussian.moments(server.posterior)
-    own = prior.diagonal() > 0
-    if bool(own.any()):
-        spread = torch.linalg.inv(prior[own][:, own])
-        before = spread @ server.prior.shift[own]
-        surprise = float(((q.mean[own] - before).square() / spread.diagonal()).sqrt().amax())
+    with_prior = prior.diagonal() > 0
+    if bool(with_prior.any()):
+        spread = torch.linalg.inv(prior[with_prior][:, with_prior])
+        before = spread @ server.prior.shift[with_prior]
+        surprise = float(((q.mean[with_prior] - before).square() / spread.diagonal()).sqrt().amax())
         if surprise > _SURPRISE:
             yield (
                 f"Expected a posterior that the prior allows for, but got a mean {surprise:.1f} prior sds from the "
@@ -88,8 +88,8 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
             )
         model = posterior_of(run.algorithm).model
         if isinstance(model, Model) and model.family not in (None, GAUSSIAN):  # whose integrals have no closed form
-            ratios = (q.covariance.diagonal()[own] / spread.diagonal()).sqrt().tolist()
-            names = [name for name, has in zip(model.names, own.tolist()) if has]
+            ratios = (q.covariance.diagonal()[with_prior] / spread.diagonal()).sqrt().tolist()
+            names = [name for name, has in zip(model.names, with_prior.tolist()) if has]
             wide = [f"{name!r} {ratio:.3g}" for name, ratio in zip(names, ratios) if ratio > _WIDER]
             if wide:
                 shown = ", ".join(wide[:_SHOWN]) + (", …" if len(wide) > _SHOWN else "")
@@ -99,8 +99,8 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 )
     last = run.last  # unknown after a resumption, until there is another round; under masks nobody tells figures
     for figure, why in _WHYS.items():
-        told = None if last is None else last.info.get(figure)
-        which = [] if last is None or told is None else [run.population.names[k] for k in last.ids[told > 0].tolist()]
+        flags = None if last is None else last.info.get(figure)
+        which = [] if last is None or flags is None else [run.population.names[k] for k in last.ids[flags > 0].tolist()]
         if which:
             shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
             expected = "Expected a new site of every client in the last round"

@@ -131,8 +131,8 @@ def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -
         moved=moved,
         population=torch.tensor(clients),
     )
-    told = _Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
-    return server, _State(told, nothing, nothing, torch.tensor(-1))
+    contribution = _Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
+    return server, _State(contribution, nothing, nothing, torch.tensor(-1))
 
 
 def _outbox(server: EPServer) -> _Outbox:
@@ -147,8 +147,8 @@ def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Comp
     first, back = torch.stack([(inbox.version == 0).all(), inbox.back.any()]).tolist()
     if first and len(none):
         prior = model.prior.replaced(tree.to(model.prior.normal, none.device))
-        told = state.told._replace(summary=model.start.summary(data, prior), waiting=none + 1)
-        return _reply(state, state._replace(told=told), none, none)
+        contribution = state.told._replace(summary=model.start.summary(data, prior), waiting=none + 1)
+        return _reply(state, state._replace(told=contribution), none, none)
     site = _site(inbox, state)
     good = pacing.last_good(site, state.before, state.good, state.stepped, inbox.good)
     if back:
@@ -205,16 +205,16 @@ def _stepped(inbox: _Outbox, state: _State, site: Natural, good: Natural, target
     proper, wanted = target
     done = proper & wanted.shift.isfinite().all(-1) & wanted.precision.isfinite().all(-1)
     step = tree.scale(tree.subtract(wanted, site), inbox.damping)
-    told = state.told._replace(
+    contribution = state.told._replace(
         site=tree.where(done, tree.add(site, step), state.told.site), waiting=state.told.waiting.where(~done, 0.0)
     )
     new = _State(
-        told=told,
+        told=contribution,
         before=tree.where(done, site, state.before),
         good=tree.where(done, good, state.good),
         stepped=torch.where(done, inbox.version, state.stepped),
     )
-    return _reply(state, new, (~proper).to(told.waiting.dtype), (proper & ~done).to(told.waiting.dtype))
+    return _reply(state, new, (~proper).to(contribution.waiting.dtype), (proper & ~done).to(contribution.waiting.dtype))
 
 
 def _product(base: Natural, sites: Natural, prior: Prior) -> Natural:

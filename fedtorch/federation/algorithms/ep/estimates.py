@@ -105,8 +105,8 @@ def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> No
     at_mean = hierarchy.covariance(q.mean[m:scales])
     mean, between = ((back.to(each) @ each @ back.to(each).mT).diagonal() for each in (average, at_mean))
     added = torch.minimum(between / clients, variances) * torch.where(between > 0, mean / between - 1, 0.0)
-    kept = (variances / (variances + added)).sqrt().tolist()
-    narrow = [f"{name!r} {1 - ratio:.0%}" for name, ratio in zip(names, kept) if ratio < _NARROW]
+    ratios = (variances / (variances + added)).sqrt().tolist()
+    narrow = [f"{name!r} {1 - ratio:.0%}" for name, ratio in zip(names, ratios) if ratio < _NARROW]
     if narrow:
         shown = ", ".join(narrow[:_SHOWN]) + (", …" if len(narrow) > _SHOWN else "")
         warnings.warn(

@@ -70,8 +70,10 @@ def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
 
 
 def _settled(history: Any, *, tolerance: float, patience: int) -> bool:
-    heard = np.flatnonzero(history["answered"])[-patience:]  # the other rounds repeat what the last one has moved
-    return len(heard) == patience and all(_still(history, row, tolerance) for row in heard)
+    rounds_answered = np.flatnonzero(history["answered"])[
+        -patience:
+    ]  # the other rounds repeat what the last one has moved
+    return len(rounds_answered) == patience and all(_still(history, row, tolerance) for row in rounds_answered)
 
 
 def _still(history: Any, row: int, tolerance: float) -> bool:

@@ -167,8 +167,8 @@ class Hierarchical(Sites, Shared):
         """Return the coefficients of the run's clients."""
         q = self.shared(run, tolerance)
         sent = {} if given is None else {"phi": given.nodes, "weights": given.weights}
-        found = ask(run, COEFFICIENTS, sent) if sent else self.clients(run, q)
-        return self._sites(run, tuple(run.population.names), found)
+        coefficients = ask(run, COEFFICIENTS, sent) if sent else self.clients(run, q)
+        return self._sites(run, tuple(run.population.names), coefficients)
 
     def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
         """Return by how much random coefficients of clients deviate from those that all share."""
@@ -241,8 +241,8 @@ class Hierarchical(Sites, Shared):
     def _nodes(self, run: Run, given: Corrected | None, tolerance: float, points: int) -> tuple[Tensor, Tensor]:
         """Return nodes of what the sites of a run share, and their weights."""
         if given is not None:
-            kept = given.weights > 0
-            return given.nodes[kept], given.weights[kept]
+            positive = given.weights > 0
+            return given.nodes[positive], given.weights[positive]
         return spread_nodes(self.shared(run, tolerance), points)
 
 

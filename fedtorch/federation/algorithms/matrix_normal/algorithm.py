@@ -276,17 +276,17 @@ def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen
     ids, (change, (fresh, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     before = state.heard
     change = change.value.to(torch.float64)
-    found = renewed(state.parameters, state.summary, before, ids, change, fresh.summary, chosen.noise)
-    theta, summary, heard, known = found[:4]
+    update = renewed(state.parameters, state.summary, before, ids, change, fresh.summary, chosen.noise)
+    theta, summary, heard, known = update[:4]
     state = MatrixNormalServer(theta, summary, heard, state.covariance)
-    if not found.finite:
-        if found.units == len(theta):
+    if not update.finite:
+        if update.units == len(theta):
             raise ValueError(_HOPELESS)
         return state
     if chosen.shrinkage.after is not None:
         had_a_prior = before[ids] | (chosen.start is not None)
         theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
         state, known = state._replace(parameters=theta), torch.where(heard[:, None], theta, 0.0)
-    if not math.isfinite(found.reach):  # steps too long for the objective: Θ tells, Ω stays
+    if not math.isfinite(update.reach):  # steps too long for the objective: Θ tells, Ω stays
         return state
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, found.typical, found.units))
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, update.typical, update.units))

@@ -131,8 +131,8 @@ def renewed(
     """Add what devices `ids` `(M,)` tell, their change of Θ `(M, p)` and `fresh` summaries, to what is known of all."""
     if _program.usable((theta, *summary, change, *fresh)):
         given = noise if noise is None else noise_variance(summary, noise)
-        told = (theta, *summary), heard, ids, (change, *fresh)
-        theta, three, heard, known, numbers = _program.renewed(*told, given, _POOLING)
+        server_and_fresh = (theta, *summary), heard, ids, (change, *fresh)
+        theta, three, heard, known, numbers = _program.renewed(*server_and_fresh, given, _POOLING)
         finite, reach, units, _ = numbers.tolist()
         return Renewed(theta, Summary(*three), heard, known, bool(finite), reach, int(units), numbers[3])
     theta = theta.index_add(0, ids, change)

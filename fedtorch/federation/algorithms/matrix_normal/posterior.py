@@ -122,23 +122,23 @@ def estimates(run: Any, *, known: bool = False) -> Estimates:
     """
     fit, server, rows = run.algorithm.posterior, tree.to(run.server, "cpu"), int(row_counts(run.population).sum())
     variance = noise_variance(server.summary, fit.noise)
-    found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
+    summaries = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
     if fit.family != "gaussian":  # which has no sigma
-        found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
+        summaries = summaries._replace(names=summaries.names[:-1], nodes=summaries.nodes[:, :-1], n=summaries.n[:-1])
     asked = _at_sites(run)
     if (
         not bool(server.heard.all())
         or run.algorithm.budget is not None
         or not (asked or hasattr(run.population, "data"))
     ):
-        return found
+        return summaries
     try:
-        normal = _average(run, known=known)._replace(mean=found.nodes[0, : found.coefficients])
+        normal = _average(run, known=known)._replace(mean=summaries.nodes[0, : summaries.coefficients])
     except RuntimeError as error:
         if not asked:
             raise
-        return found._replace(about=f"point estimates: {error}")
-    return found._replace(normal=normal, about="")
+        return summaries._replace(about=f"point estimates: {error}")
+    return summaries._replace(normal=normal, about="")
 
 
 def _average(run: Any, *, known: bool) -> Moments:
@@ -147,8 +147,8 @@ def _average(run: Any, *, known: bool) -> Moments:
     if not _at_sites(run):
         return average(_statistics(run), noise, covariance, known=known)
     given, sent, each = _factors(run, noise, covariance)
-    told = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
-    return mean_of(told, given, len(noise))
+    cross = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
+    return mean_of(cross, given, len(noise))
 
 
 # -- between sites ---------------------------------------------------------------------------------------------------

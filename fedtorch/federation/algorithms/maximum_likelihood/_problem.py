@@ -83,8 +83,8 @@ class Problem(NamedTuple):
 
     def around(self, point: Point) -> Expansion:
         """Return the likelihood that is maximised, around a point."""
-        found = newton.expansion(point, self.means, self.restricted)
-        return found._replace(value=found.value + self.units)
+        expansion = newton.expansion(point, self.means, self.restricted)
+        return expansion._replace(value=expansion.value + self.units)
 
 
 def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:

@@ -122,28 +122,28 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     Args:
         run, tolerance: as those of `estimates`, which warns and raises alike.
     """
-    found, hierarchy = estimates(run, tolerance=tolerance), model_of(run).hierarchy
+    fit, hierarchy = estimates(run, tolerance=tolerance), model_of(run).hierarchy
     rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
     if not hierarchy.coefficients:
-        normal, size = Moments(found.mean, found.covariance), len(found.names)
-        return Estimates(found.names, found.mean[None], None, size, normal, (rows,) * size)
-    names, back = coefficient_names(run), units(run).to(found.mean)
+        normal, size = Moments(fit.mean, fit.covariance), len(fit.names)
+        return Estimates(fit.names, fit.mean[None], None, size, normal, (rows,) * size)
+    names, back = coefficient_names(run), units(run).to(fit.mean)
     shown, back_shown = shown_coefficients(run)
-    design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
+    design, spread = (back_shown @ hierarchy.mean).to(fit.mean), back @ fit.spread @ back.mT
     sds = spread.diagonal().sqrt()
     m = design.shape[1]
-    means, own, values = (design @ found.mean[:m]).tolist(), list[str](), list[float]()
+    means, labels_of_scales, values = (design @ fit.mean[:m]).tolist(), list[str](), list[float]()
     sizes: list[int] = []
     for i in hierarchy.random:
         pairs = [j for j in hierarchy.random if j < i]
-        own += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
+        labels_of_scales += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
         values += [float(sds[i]), *(float(spread[i, j] / (sds[i] * sds[j])) for j in pairs)]
         sizes += [clients] * (1 + len(pairs))
-    if found.noise is not None:
-        own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
-    normal = Moments(design @ found.mean[:m], _of_known(design, found.covariance[:m, :m]))
-    labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
-    return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
+    if fit.noise is not None:
+        labels_of_scales, values, sizes = [*labels_of_scales, "sigma"], [*values, fit.noise], [*sizes, rows]
+    normal = Moments(design @ fit.mean[:m], _of_known(design, fit.covariance[:m, :m]))
+    labels, counts = (*shown, *own_names(labels_of_scales, shown)), (*(rows,) * len(shown), *sizes)
+    return Estimates(labels, torch.tensor([[*means, *values]]).to(fit.mean), None, len(shown), normal, counts)
 
 
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
@@ -241,16 +241,16 @@ def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
 def _of_dependence(run: Run, model: Model) -> str:
     """Say which columns have no restricted likelihood, where rows are at hand."""
     x = getattr(getattr(run.population, "data", None), "rows", (None,))[0]
-    names, found = coefficient_names(run), "; ft.maximum_likelihood(model) without restricted=True names them"
+    names, listing = coefficient_names(run), "; ft.maximum_likelihood(model) without restricted=True names them"
     if isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == len(names):
         size = x.to(torch.float64).norm(dim=0)
         gram = x.double() / torch.where(size > 0, size, 1.0)
         values, vectors = torch.linalg.eigh(gram.mT @ gram)
         null = vectors[:, values <= len(names) * torch.finfo(values.dtype).eps * len(x)]
         listed = ", ".join(taking_part(names, null))
-        found = f", which [{listed}] are here" if listed else ""
+        listing = f", which [{listed}] are here" if listed else ""
     return (
-        f"; restricted likelihood is not where columns are linearly dependent{found}. Leave such terms out, or of a "
+        f"; restricted likelihood is not where columns are linearly dependent{listing}. Leave such terms out, or of a "
         "product of factors with an empty cell make one factor of the cells that there are"
     )
 

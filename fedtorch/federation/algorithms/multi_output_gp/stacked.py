@@ -160,17 +160,17 @@ class StackedGP:
         """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
         site: GaussianSite = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
-        own = self.own_moments({name: values[name] for name in self.own})
+        moments_of_own = self.own_moments({name: values[name] for name in self.own})
         contribution = Contribution(
-            pack(site.precision), site.shift, site.constant, own, torch.ones_like(site.constant)
+            pack(site.precision), site.shift, site.constant, moments_of_own, torch.ones_like(site.constant)
         )
-        return tree.scale(contribution, factor)._replace(own_moments=own, units=contribution.units)
+        return tree.scale(contribution, factor)._replace(own_moments=moments_of_own, units=contribution.units)
 
-    def own_moments(self, own: dict[str, Tensor]) -> Tensor:
+    def own_moments(self, parameters: dict[str, Tensor]) -> Tensor:
         """Return the moments of units' own parameters as units tell them, `(K, ...)`."""
         from fedtorch.models.gaussian_process.unit_prior import moments
 
-        return pack(moments(self.on(own, lambda: self.module.unit_vector(self.trained))))
+        return pack(moments(self.on(parameters, lambda: self.module.unit_vector(self.trained))))
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
         """Return q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
@@ -179,12 +179,12 @@ class StackedGP:
             basis = basis.expand(*mean.shape[:-1], *self.values["basis"].shape)
         return {"basis": basis, "posterior_mean": mean, "posterior_root": root}
 
-    def combine(self, heard: Contribution) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, total: Contribution) -> tuple[Tensor, Tensor, Tensor]:
         """Return (mean, root, bound) of q(t) from the prior and the sum of the sites."""
         from fedtorch.models.gaussian_process.algebra import posterior
 
-        precision = unpack(heard.precision)
-        return posterior(torch.eye(self.module.points).to(precision), precision, heard.shift, heard.constant)
+        precision = unpack(total.precision)
+        return posterior(torch.eye(self.module.points).to(precision), precision, total.shift, total.constant)
 
     def carry(
         self, mean: Tensor, root: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]

@@ -215,11 +215,11 @@ def fitted(run: Run) -> list[Any]:
             "Expected a run of ft.gtv_regressors on data at hand, but got one of "
             f"{run.algorithm.settings.get('algorithm')} on {run.population!r}"
         )
-    kept = run.tensors()["kept"]
+    fits = run.tensors()["kept"]
     inbox = run.algorithm.exchange.scatter(run.outbox, slice(0, len(data))).heard
     rows = _rows(inbox, data.stack(range(len(data))), posterior.alpha)
     nodes: list[Node] = [posterior.nodes(k) for k in range(len(data))]
-    return [each.model(kept[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
+    return [each.model(fits[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
 
 
 def _rows(inbox: _Outbox, data: ClientData, alpha: float) -> list[NodeRows]:
@@ -229,8 +229,8 @@ def _rows(inbox: _Outbox, data: ClientData, alpha: float) -> list[NodeRows]:
     ]
     rows = zip(x, y, inputs, predictions, inbox.heard.weight.tolist(), data.count.tolist())
     return [
-        NodeRows(x[:n], y[:n], shared, heard / (weight if weight > 0 else 1.0), alpha * weight)
-        for x, y, shared, heard, weight, n in rows
+        NodeRows(x[:n], y[:n], shared, neighbours / (weight if weight > 0 else 1.0), alpha * weight)
+        for x, y, shared, neighbours, weight, n in rows
     ]
 
 

@@ -116,13 +116,13 @@ class Refitted:
 
     def _predictions(self, model: Any, x: NDArray[Any]) -> NDArray[Any]:
         if self.classes is None:
-            found = np.asarray(model.predict(x))
-            if found.shape not in ((len(x),), (len(x), 1)):
+            predicted = np.asarray(model.predict(x))
+            if predicted.shape not in ((len(x),), (len(x), 1)):
                 raise ValueError(
                     f"Expected a prediction for each of {len(x)} rows, but {type(model).__name__}.predict gives shape "
-                    f"{found.shape}; give all nodes models of one output, or classifiers with classes=C"
+                    f"{predicted.shape}; give all nodes models of one output, or classifiers with classes=C"
                 )
-            return found.reshape(len(x))
+            return predicted.reshape(len(x))
         probabilities = np.zeros((len(x), self.classes))
         probabilities[:, np.asarray(model.classes_).astype(int)] = model.predict_proba(x)
         return probabilities

@@ -53,8 +53,8 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
         best = score.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
         alive = alive.scatter(-1, best, False)
     chosen = alive.to(torch.int8).argsort(dim=-1, stable=True)[..., : count - 2 * faulty]
-    kept = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
-    return by_columns(partial(_nearest_to_median, count - 4 * faulty))(kept, weights)
+    selected = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
+    return by_columns(partial(_nearest_to_median, count - 4 * faulty))(selected, weights)
 
 
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     return node
 
 
-def _finish(rule: Rule, spread: float, found: RowsOf) -> Tree:
-    if rule.reference is not None and not bool((found.ids == rule.reference).any()):
+def _finish(rule: Rule, spread: float, batch: RowsOf) -> Tree:
+    if rule.reference is not None and not bool((batch.ids == rule.reference).any()):
         raise ValueError(f"Expected client {rule.reference}, whom {rule.name} trusts, in every round; ask everybody")
-    return tree.map(partial(_average, rule, spread), in_order(found, rule.reference).message, is_leaf=Mean)
+    return tree.map(partial(_average, rule, spread), in_order(batch, rule.reference).message, is_leaf=Mean)
 
 
 def _average(rule: Rule, spread: float, mean: Mean) -> Mean:

@@ -147,7 +147,7 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None, mean: Exch
         outbox=lambda table: algorithm.outbox(table.algorithm),
         client=partial(_client, algorithm),
         server=partial(_server, algorithm, inner, rule, rings),
-        exchange=kept(inner, lambda found: found),
+        exchange=kept(inner, lambda batch: batch),
         told=None,
         report=None if algorithm.report is None else partial(_report, algorithm),
     )
@@ -221,16 +221,16 @@ def _server(
     rule: Rule,
     rings: list[_Ring] | None,
     table: Table,
-    said: RowsOf,
+    batch: RowsOf,
     key: Tensor,
 ) -> Table:
-    if not isinstance(said, RowsOf):
+    if not isinstance(batch, RowsOf):
         raise TypeError(
             "Expected every client's message, but got what another exchange makes of them; leave robust totals their "
             "own, which no secure sum can replace"
         )
-    fresh, told = said.message.fresh, _written(table.told, said)
-    aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, said.ids)))
+    fresh, told = batch.message.fresh, _written(table.told, batch)
+    aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, batch.ids)))
     inner = table.algorithm._replace(total=_total(rule, rings, told))
     return Table(algorithm.server(inner, aggregate, key), told)
 
@@ -240,23 +240,23 @@ def _report(algorithm: Algorithm, table: Table) -> Any:
     return algorithm.report(table.algorithm)
 
 
-def _written(table: Tree, said: RowsOf) -> Tree:
+def _written(table: Tree, batch: RowsOf) -> Tree:
     """Update the table after a round; a client whose numbers are not credible keeps its last row."""
-    new = said.message.told.value
+    new = batch.message.told.value
     good = credible(rows(new))
-    ids = said.ids.to(good.device)[good]
+    ids = batch.ids.to(good.device)[good]
     return tree.map(lambda old, leaf: old.index_copy(0, ids, leaf[good].to(old.dtype)), table, new)
 
 
-def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
+def _total(rule: Rule, rings: list[_Ring] | None, table: Tree) -> Tree:
     """Return the robust total of a table, float64."""
-    values = rows(told)
+    values = rows(table)
     if rings is None:
         count = len(values)
         if count < rule.least:
             raise ValueError(f"Expected at least {rule.least} clients for {rule.name}, but got {count}")
         equal = torch.full((count,), 1 / count, dtype=torch.float64, device=values.device)
-        return like(count * rule.average(values, equal), told)
+        return like(count * rule.average(values, equal), table)
     total = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
     for ring in rings:
         size = max(1, _NUMBERS // max(1, ring.neighbours.shape[1] * values.shape[1]))
@@ -264,4 +264,4 @@ def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
             part = tree.to(tree.take(ring, rows_of), values.device)
             averages = rule.average(values[part.neighbours], part.weights)
             total[part.nodes] = averages.to(torch.float64) * part.degrees[:, None]
-    return like(total, told)
+    return like(total, table)
