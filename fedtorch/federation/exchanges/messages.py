@@ -1,4 +1,4 @@
-"""Messages of all clients at once: kept until a round is finished, and as rows of numbers."""
+"""All clients' messages of a round together, stored until its end, and as rows of numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fedtorch.tree import Tree
 
 
 def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
-    """Keep an exchange's messages as they came until all are there, in ascending order of the clients.
+    """Build an exchange that stores the messages of a round, and finishes with all of them in ascending order of
+    clients.
 
     Args:
-        exchange: how the outbox is scattered, and what traffic costs.
+        exchange: scatters the outbox and counts the traffic.
         finish: messages `(M, ...)` of a round -> aggregate.
     """
     return exchange._replace(
@@ -30,11 +31,11 @@ def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
 
 @dataclass(frozen=True)
 class Changed:
-    """Finish what an exchange makes of messages that are changed once all of a round are there."""
+    """Finish of an exchange after a change of the round's messages together."""
 
     exchange: Exchange
     change: Callable[[RowsOf], RowsOf]
-    refusal: str  # why the exchange cannot hear changed messages; empty where it can
+    refusal: str  # why the exchange does not support changed messages; empty if it does
 
     def __call__(self, batch: RowsOf) -> Tree:
         if self.refusal:
@@ -44,12 +45,12 @@ class Changed:
 
 
 def changed(exchange: Exchange, change: Callable[[RowsOf], RowsOf], refusal: str = "") -> Exchange:
-    """Return `exchange` that hears the messages of a round changed, as no client alone could change them."""
+    """Build `exchange` with a change of each round's messages that needs all of them at once."""
     return kept(exchange, in_order)._replace(finish=Changed(exchange, change, refusal))
 
 
 def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], Exchange]]:
-    """Return the exchange that hears changed messages, and the function that puts the same changes before another."""
+    """Return the exchange before changes, and a function that applies the same changes before another exchange."""
     outer = exchange.finish
     if not isinstance(outer, Changed):
         return exchange, lambda other: other
@@ -92,7 +93,7 @@ def as_sums(node: Mean | Sum) -> Mean | Sum:
 
 
 def as_aggregate(node: Mean | Sum) -> Mean | Sum:
-    """Return what a star's server makes of what was added up."""
+    """Return a star's aggregate from added messages."""
     if isinstance(node, Sum):
         return node
     weight = node.weight

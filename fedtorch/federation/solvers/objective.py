@@ -129,8 +129,7 @@ class TrainerStandIn:
         return AnswersDiffer(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
 
     def batch_index(self, step: int) -> Any:
-        """Return the index of a batch in its epoch, or, where clients differ, a stand-in that raises when it is used.
-        """
+        """Return the index of a batch in its epoch; if clients differ, a stand-in that raises when it is used."""
         index = self.answers.get("batch_idx", step)
         return DifferingIndex(self) if index is self.DIFFERS else index
 

@@ -34,7 +34,7 @@ def trimmed_mean(value: Tensor, share: Tensor, fraction: float) -> Tensor:
     Args:
         value: `(M, ...)`, M > 0.
         share: the messages' weights `(M,)` in float64, of sum 1.
-        fraction: at least 0 and below one half.
+        fraction: share cut on each side, at least 0 and below one half.
 
     Returns:
         `(...)` in float64.

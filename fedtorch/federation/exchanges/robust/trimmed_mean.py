@@ -29,7 +29,7 @@ def trimmed_mean(fraction: float) -> Rule:
     A value on the border counts with the part of its weight that is inside.
 
     Args:
-        fraction: on each side, at least 0 and below one half; 0 is the weighted mean.
+        fraction: share cut on each side, at least 0 and below one half; 0 is the weighted mean.
 
     Raises:
         ValueError: a fraction out of range.
