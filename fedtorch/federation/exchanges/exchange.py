@@ -132,7 +132,7 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
 
 
 def check_shapes(messages: Tree, ids: Rows) -> None:
-    """Raise ValueError unless every tensor of the messages has a row per client, and weights have no other dimension."""
+    """Raise ValueError unless every tensor of the messages has a row per client, and weights are vectors."""
     count = client_count(ids)
 
     def check(node: Mean | Sum) -> Mean | Sum:

@@ -7,7 +7,7 @@ With "much larger" being a factor `much`:
 - neither, and training much larger than the reference: it underfits, or training has not ended;
 - neither, and training near the reference: little is to be gained.
 
-Validation much larger than training and training much larger than the reference may both hold, and both are said.
+Validation much larger than training and training much larger than the reference may both hold; then the text has both.
 
 Source: Jung, "Federated learning: from theory to practice", section 2.5.
 """
@@ -34,9 +34,9 @@ def diagnosis(training: float, validation: float, reference: float | None, much:
     """Compare errors, of which less is better.
 
     Args:
-        training: on the rows of training.
-        validation: on other rows.
-        reference: what can be reached: of a probabilistic model, another method or people; None if that is not known.
+        training: error on the training rows.
+        validation: error on other rows.
+        reference: attainable error, of a probabilistic model, another method or people; None if unknown.
         much: the factor from which an error is much larger than another, above 1.
 
     Raises:

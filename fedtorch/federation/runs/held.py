@@ -1,26 +1,26 @@
-r"""Sums over rows that sites tell after a fit, cut and moved so that simple questions do not tell a single row.
+r"""Sums over rows for post-fit queries, clipped and perturbed so that simple queries do not disclose a single row.
 
-A server chooses the models of which sums are told, so that a row may be all there is in a sum, or its last digits. A
-site that wants `minimum` rows behind each number therefore holds a sum :math:`\sum_i v_i` by one rule:
+A server chooses the models whose sums it asks for, so a single row may make up a whole sum, or its last digits. A site
+that requires `minimum` rows behind each number therefore perturbs a sum :math:`\sum_i v_i` by one rule:
 
-- values are counted from the mean of the middle half of them, where rows are at least four times the minimum; else
-  from the one that all rows but fewer than the k of below have, or from zero;
-- their sizes are cut at the one that the row with the k-th largest has, up to a factor of √2, and at 0 where
-  there are fewer rows; k is secret, of each number its own, since
-  whether there are that many would tell a row of who knows all others. It is normal with an sd of r / √12, see below,
-  and a mean of 1.5 times the minimum, or three sds where these are more;
-- the sum is moved by a secret normal number, whose sd is what :math:`r / \sqrt{12}` rows of this size have.
+- values are centred at the mean of their middle half, if rows are at least four times the minimum; else at the value of
+  all rows but fewer than the k of below, or at zero;
+- absolute values are clipped at the k-th largest, up to a factor of √2, and at 0 if there are fewer rows; k is secret
+  and separate for each number, because the existence of that many rows would disclose a row to someone who knows all
+  others. It is normal with an sd of r / √12, see below, and a mean of 1.5 times the minimum, or three sds if these are
+  more;
+- a secret normal number is added, whose sd is the contribution of :math:`r / \sqrt{12}` rows of this size.
 
-Here :math:`r = \max(minimum, 4\sqrt m)` where a row is in :math:`m` numbers of a question. Who knows all other rows
-tells by the m numbers together whether a row is there as well as by one normal number that it moves by at most
-:math:`\sqrt{12} / 4` sds: a guess is right two times in three (67 %), and with m = 1 and a minimum of ten 57 %. As much
-again is told by which sizes they are cut at; by both, a guess is right about three times in four. That is of one
-question: several compose. It is a hurdle and no bound: see what_is_private in the documentation. The secret numbers
-follow from the site's secret and from all that is asked.
+Here :math:`r = \max(minimum, 4\sqrt m)` if a row enters :math:`m` numbers of a query. To someone who knows all other
+rows, the m numbers together disclose the presence of a row as much as one normal number that it shifts by at most
+:math:`\sqrt{12} / 4` sds: a guess is right two times in three (67 %), and with m = 1 and a minimum of ten 57 %. The
+clipping sizes disclose as much again; with both, a guess is right about three times in four. That is for one query:
+several compose. It is a hurdle and not a bound: see what_is_private in the documentation. The secret numbers are
+derived from the site's secret and the whole query.
 
-Sums at draws of a posterior, of which there may be a thousand, are told as their best linear approximation in the
-draws of φ, which has p + 1 numbers, however many draws there are, and however near each other they are, and by how much
-they vary beside it (`in_draws`, `over_draws`).
+For sums at draws of a posterior, of which there may be a thousand, the answer is their best linear approximation in the
+draws of φ, with p + 1 numbers for any number of draws and however near each other they are, and the remaining variance
+(`in_draws`, `over_draws`).
 
 >>> ages = torch.tensor([[30.0], [41.0], [62.0], [63.0], [99.0]], dtype=torch.float64)
 >>> held(ages, 1, None).total  # a site that counts no rows adds up
@@ -43,17 +43,17 @@ from fedtorch import linalg, random
 from fedtorch.models.device_posterior import DevicePosterior
 
 _STEPS = 2  # of sizes, in a factor of 2
-_ROWS = 4.0  # √m times as many rows are what all numbers of a question together are moved by, at least
+_ROWS = 4.0  # least perturbation of a query's numbers together, in √m times this many rows
 _RANK = 1.5  # times the minimum is how many rows share a size, in the mean
-_SDS = 3.0  # at least, are between that and none
-_MIDDLE = 4  # times the minimum are rows of which the middle half is taken
-_GRID = 2.0**-30  # of a move; what is told has no digits below
-_FLAT = 1e-9  # of the largest singular value; draws do not move in a direction that has less
-_LEAST = 0.25  # eigenvalue of a covariance that is told, in units of what it is
+_SDS = 3.0  # least distance between the mean of k and zero, in sds
+_MIDDLE = 4  # times the minimum: rows needed for centring at the middle half
+_GRID = 2.0**-30  # resolution of the answer, relative to the perturbation
+_FLAT = 1e-9  # smallest singular value, relative to the largest, of a direction in which draws vary
+_LEAST = 0.25  # least eigenvalue of an answered covariance, in units of the true one
 
 
 class Held(NamedTuple):
-    """Hold what is told of sums, and the variance by which it was moved."""
+    """Perturbed sums, and the variance of the perturbation."""
 
     total: Tensor  # (C,)
     variance: Tensor  # (C,)
@@ -62,14 +62,14 @@ class Held(NamedTuple):
 def held(
     values: Tensor, minimum: int, key: Tensor | None, numbers: int | None = None, around: Tensor | None = None
 ) -> Held:
-    """Return the sum over rows of values `(N, C)`, held where `minimum` is above one.
+    """Return the sum over rows of values `(N, C)`, perturbed if `minimum` is above one.
 
     Args:
         values: of each row.
         minimum: rows that sizes are shared by, at least.
-        key: of the secret numbers.
-        numbers: of the question that a row is in, default: C.
-        around: from which values are counted, if somebody else knows it already `(C,)`.
+        key: random key of the secret numbers.
+        numbers: numbers of the query that a row enters, default: C.
+        around: public centre of the values, if there is one `(C,)`.
     """
     total, count = values.sum(0), len(values)
     if minimum <= 1 or key is None or not count:
@@ -103,7 +103,7 @@ def _ranks(key: Tensor, shape: torch.Size, minimum: int, spread: float) -> Tenso
 
 
 def basis(phi: Tensor) -> Tensor:
-    """Return orthonormal functions of draws `(S, r)`, which span a constant and what is linear in φ `(S, p)`.
+    """Return orthonormal functions of draws `(S, r)` that span a constant and the linear functions of φ `(S, p)`.
 
     >>> basis(torch.ones(7, 3).double()).shape  # draws that are alike
     torch.Size([7, 1])
@@ -122,13 +122,13 @@ def in_draws(
 ) -> Iterator[Tensor]:
     """Yield coefficients of some rows' values in functions of draws, and a variance beside, `(K, n, r + 1, C)`.
 
-    The variance is the row's part of how the sum over its client's rows varies beside. Were the row not there, that
-    would change by twice as much, which is what is told.
+    The variance is the row's part in the variance of its client's sum beyond the linear approximation. Without the row
+    that would change by twice as much, which is the returned value.
 
     Args:
         values: of some rows of each client, at each draw, `(K, n, S, C)`.
         parts: into which rows are divided.
-        mask: of the rows that are there, `(K, N)`.
+        mask: marks rows, against padding, `(K, N)`.
         functions: the basis `(S, r)`.
     """
     draws, size = functions.shape
@@ -149,15 +149,15 @@ def over_draws(
     numbers: int | None = None,
     around: Tensor | None = None,
 ) -> Held:
-    """Return held sums at draws `(S, C)`, and the mean over draws of their variances `(C,)`.
+    """Return perturbed sums at draws `(S, C)`, and the mean over draws of their variances `(C,)`.
 
-    What varies beside the linear approximation is drawn anew, normal with as much variance.
+    The variation beyond the linear approximation is redrawn, normal with the same variance.
 
     Args:
-        rows: what `in_draws` yields of each, `(N, r + 1, C)`.
+        rows: output of `in_draws` for each row, `(N, r + 1, C)`.
         functions: the basis `(S, r)`.
         minimum, key, numbers: see `held`.
-        around: from which values are counted at all draws, if somebody else knows it already, `(C,)`.
+        around: public centre of the values at all draws, if there is one, `(C,)`.
     """
     moved, drawn = random.split(key, 2)
     if around is not None:
@@ -171,15 +171,15 @@ def over_draws(
 
 
 def held_posterior(posterior: DevicePosterior, rows: Tensor, minimum: int, key: Tensor) -> DevicePosterior:
-    """Return the posteriors of clients as normal ones, moved by what `minimum` of their rows have.
+    """Return the clients' posteriors as normal ones, perturbed by the influence of `minimum` rows.
 
-    A mixture is told as its mean and covariance, for by the weights of many nodes it would tell the likelihood at each
-    of them. One of n rows moves a mean by some 1/√n sds, and a covariance by 1/n of itself; both are moved by half of
-    what `minimum` rows move them by at most, and covariances are then as much wider.
+    A mixture is reduced to its mean and covariance, because the weights of many nodes would disclose the likelihood at
+    each of them. One of n rows moves a mean by some 1/√n sds, and a covariance by 1/n of itself; both are moved by half
+    of the largest influence of `minimum` rows, and covariances are then widened by as much.
 
     Args:
         posterior: of `K` clients.
-        rows: of each `(K,)`.
+        rows: number of rows of each `(K,)`.
         minimum, key: see `held`.
     """
     weights = posterior.weights[..., None]

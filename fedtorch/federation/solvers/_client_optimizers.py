@@ -1,8 +1,8 @@
-"""One optimiser for each client of a stack, for optimisers that may look across the rows of a stack.
+"""One optimiser for each client of a stack, for optimisers that do not act row by row.
 
-Norms of a parameter, its number of elements, products of matrices and other optimisers inside of one are a client's own
-only where the optimiser holds the client's own tensors. It is therefore made for each client as a loop over clients
-makes it, and steps after those of the others; the gradients come from the stack.
+Norms of a parameter, its number of elements, products of matrices and nested optimisers are a client's own only if the
+optimiser holds the client's own tensors. An optimiser is therefore made for each client as in a loop over clients, and
+the optimisers step one after the other; the gradients come from the stack.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from fedtorch.federation.solvers.host_state import HostGenerators, equal_or_nan
 from fedtorch.module_randomness.step_draws import Draws
 from fedtorch.optimisers import State, options
 
-Make = Callable[[Mapping[str, Tensor]], tuple[Optimizer, dict[str, nn.Parameter]]]  # of one client's values
-Parts = dict[str, Any]  # of the state of a parameter
+Make = Callable[[Mapping[str, Tensor]], tuple[Optimizer, dict[str, nn.Parameter]]]  # from one client's values
+Parts = dict[str, Any]  # parts of the state of a parameter
 
-_BEGUN = "begun"  # a part of its own: whether the client's optimiser has kept anything of the parameter
-_NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # of an optimiser
+_BEGUN = "begun"  # an extra part: whether the client's optimiser has any state for the parameter
+# attributes of an optimiser
+_NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 class ClientOptimizers:
-    """Optimisers of clients, each of its client's own tensors, whose values are taken to the stacks after each step.
+    """Clients' optimisers of their own tensors, whose values are copied to the stacks after each step.
 
     Args:
         make: makes one client's, and returns its parameters by name with it.
-        tensors: stacks `(K, ...)`, by name, at which the clients begin.
-        keep: whether `state` will be asked for.
-        state: of earlier rounds; {} begins anew.
-        template: see `template`; {} where nothing is kept.
+        tensors: stacks `(K, ...)`, by name, with the clients' start.
+        keep: whether `state` will be called.
+        state: of earlier rounds; {} for a fresh start.
+        template: see `template`; {} if no state is stored.
     """
 
     def __init__(
@@ -76,13 +77,13 @@ class ClientOptimizers:
         missing: Mapping[str, Tensor],
         draws: Draws,
     ) -> None:
-        """Let every client take a step, and write where it ends into the stacks.
+        """Take a step of every client, and copy the results into the stacks.
 
         Args:
             tensors: stacks `(K, ...)`, by name.
             gradients: `(K, ...)`; None where no client has one.
             missing: `(K,)` bool, the clients that have no gradient of a tensor, by its name.
-            draws: of the step.
+            draws: random draws of the step.
 
         Raises:
             StepRefused: an optimiser cannot take its step, or draws from Python's or NumPy's generator.
@@ -108,20 +109,20 @@ class ClientOptimizers:
     def _step(self, optimizer: Optimizer) -> None:
         try:
             optimizer.step()
-        except Exception as error:  # whatever it objects to
+        except Exception as error:  # any error of a user's optimiser
             raise StepRefused(
                 f"Expected {self._name} to step by a client's gradients alone, but it raised {type(error).__name__} "
                 f"({error}); use ft.lightning_fit or another optimiser"
             ) from error
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the clients where the stacks are."""
+        """Set the clients' tensors to the stacks' values."""
         for k, (_, parameters) in enumerate(self._clients):
             for name, tensor in tensors.items():
                 parameters[name].detach().copy_(tensor[k])
 
     def keep(self, clients: Tensor) -> None:
-        """Keep some of the clients, `(M,)` places, and let the others go."""
+        """Keep the clients at positions `(M,)`, and drop the others."""
         self._clients = [self._clients[k] for k in clients.tolist()]
         self._outside = [self._outside[k] for k in clients.tolist()] if self._outside else []
 
@@ -129,7 +130,7 @@ class ClientOptimizers:
         """Return the parts of the first client's states, zeros, after a step.
 
         Raises:
-            StepRefused: some are no numbers or tensors, or the optimiser keeps something elsewhere.
+            StepRefused: a part is not a number or tensor, or the optimiser stores something elsewhere.
         """
         self._refuse_outside(())
         optimizer, parameters = self._clients[0]
@@ -146,13 +147,13 @@ class ClientOptimizers:
         return {name: {n: zero(part) for n, part in parts.items()} for name, parts in parts_by_name.items()}
 
     def state(self, scheduled: Collection[str] = ()) -> State:
-        """Return the states of all clients, `(K, ...)`, by parameter and part; zeros where nothing has been kept.
+        """Return the states of all clients, `(K, ...)`, by parameter and part; zeros without a state.
 
         Args:
             scheduled: hyperparameters that are set before every step.
 
         Raises:
-            StepRefused: an optimiser keeps other parts than those of its template, or keeps something elsewhere.
+            StepRefused: an optimiser has other parts than its template, or stores something elsewhere.
         """
         self._refuse_outside(scheduled)
         return {name: self._stacked(name, template) for name, template in self._template.items()}
@@ -180,7 +181,7 @@ class ClientOptimizers:
 
 
 def untrained(template: Mapping[str, Parts]) -> State:
-    """Return the state of one client of whose parameters nothing has been kept."""
+    """Return the state of one client without any state of parameters."""
     host = torch.device("cpu")
     return {
         name: {_BEGUN: torch.tensor(False), **{n: _saved(part, host) for n, part in parts.items()}}
@@ -197,7 +198,7 @@ def _is_kept(part: Any) -> bool:
 
 
 def _kinds(parts: Parts) -> dict[str, Any]:
-    """Return what parts are, by name: a tensor of a shape and dtype, or a class."""
+    """Describe parts by name: a tensor of a shape and dtype, or a class."""
     return {
         name: (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
         for name, part in sorted(parts.items())
@@ -216,7 +217,7 @@ def _loaded(name: str, value: Tensor, like: Any) -> Any:
 
 
 def _outside(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what an optimiser holds that is no state of its client's parameters, by its path."""
+    """Return an optimiser's attributes besides the state of its client's parameters, by path."""
     found: dict[str, Any] = {}
     seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *parameters.values())}
     for number, group in enumerate(optimizer.param_groups):
@@ -228,7 +229,7 @@ def _outside(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str
 
 
 def _walk(path: str, value: Any, seen: dict[int, Any], slots: dict[str, Any]) -> None:
-    """Add what a value holds to what is found; `seen` holds what has been looked at, so that no other has its id."""
+    """Add a value's contents to `slots`; `seen` keeps visited objects alive, so that their ids stay unique."""
     if isinstance(value, _SIMPLE):
         slots[path] = value
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)) or id(value) in seen:
@@ -260,7 +261,7 @@ def _walk(path: str, value: Any, seen: dict[int, Any], slots: dict[str, Any]) ->
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], scheduled: Collection[str]) -> list[str]:
-    """Return the paths of what is not as it was; of hyperparameters that are set before every step none."""
+    """Return the paths of changed values, without hyperparameters that are set before every step."""
     endings = tuple(f"[{name!r}]" for name in scheduled)
     paths = [path for path in {**before, **after} if not path.endswith(endings)]
     return [path for path in paths if not _same(before.get(path), after.get(path))]

@@ -1,4 +1,4 @@
-"""Look at a module on a few rows of a block, to refuse what cannot be trained and to advise, before the first round."""
+"""Trial of a module on a few rows of a block before the first round, to refuse or advise early."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
     "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
 )
-SIZES = (5, 7)  # of batches on which a broadcast is confirmed: what has one of them by chance has not the other
+SIZES = (5, 7)  # batch sizes that confirm a broadcast: a dimension that has one of them by chance has not the other
 _SAME = 1e-4  # relative: losses that differ by less are the same
-_LOOKED_AT = 16  # rows of a block that are looked at
+_LOOKED_AT = 16  # rows of a block that are tried
 
 
 def check_rows(
@@ -49,20 +49,20 @@ def check_rows(
         stacked: the loss.
         data: a block `ClientData`, which has clients.
         values: one client's tensors and stacked buffers by name.
-        original: the parameters of the user's module, so that a loss which reads them is refused; None looks for none.
+        original: parameters of the user's module, to refuse a loss which reads them; None skips this check.
 
     Raises:
-        BadClients: it cannot take the rows of some.
+        BadClients: the module cannot train on the rows of some.
         ValueError: the rows are not (input, target), and there is no `training_step` to read others; or the loss
             compares every output with every target, or reads parameters that are not trained.
-        RuntimeError: it checkpoints activations.
+        RuntimeError: the module checkpoints activations.
     """
     if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
         raise ValueError(
             f"Expected rows (input, target) for loss=, but got {described_rows(data.batch)}; take a LightningModule, "
             "whose training_step reads any rows"
         )
-    # Labels out of range end the process on an accelerator: they are looked for on the CPU first.
+    # Labels out of range end the process on an accelerator, so they are checked on the CPU first.
     for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
         stacked.objective.to(device)
         tensors, (client, row) = _own(stacked, values, device), spread_rows(data)
@@ -94,12 +94,12 @@ def check_batch(
     device: torch.device,
     original: Remembered | None = None,
 ) -> None:
-    """Try whether the module can train on the first batch of a client's loader; see `check_rows`.
+    """Check that the module can train on the first batch of a client's loader; see `check_rows`.
 
     Raises:
         BadClients: it cannot.
         ValueError: the loss reads parameters that are not trained, or compares every output with every target.
-        RuntimeError: it checkpoints activations.
+        RuntimeError: the module checkpoints activations.
     """
     from fedtorch.federation.solvers.advice import explained
     from fedtorch.federation.solvers.loaded_batches import rows_in
@@ -139,7 +139,7 @@ def _failure(
     """Return the error of one client's loss and gradient, if its rows may be the cause."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(values)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
-    # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
+    # Buffers are restored here: `probe` reports whether a pass changes them.
     buffers = functional.buffers(stacked.objective.module)
     swapped = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
@@ -156,7 +156,7 @@ def _failure(
                     torch.autograd.grad(loss, trained, allow_unused=True)
         except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
-        except Exception:  # the probe says what else a module objects to
+        except Exception:  # the probe reports other errors of a module
             return None
     if original is not None:
         refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original)
@@ -164,7 +164,7 @@ def _failure(
 
 
 def _loss_of(stacked: StackedLoss, values: list[Tensor], rows: Tree, size: int) -> Tensor:
-    """Return one client's loss on so many of the rows, some of them several times."""
+    """Return one client's loss on this many rows, with repetitions if needed."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(values)]
     at = torch.arange(size, device=values[0].device)
     quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
@@ -181,12 +181,12 @@ def observe(
     values: Mapping[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Look at a module on a few rows of one client: can it run stacked, and what does it keep from step to step?
+    """Run a module on a few rows of one client, to see whether it can run stacked and what it stores between steps.
 
-    It runs on copies; nothing that is found here changes how a number is computed, but whether clients are stacked.
+    It runs on copies; the findings decide whether clients are stacked, and change no computed number.
 
     Args:
-        stacked: the loss, which learns what was found.
+        stacked: the loss, which records the findings.
         make: a copy of the module -> its `StackedLoss`.
         module: the user's.
         rows: a batch of one client.
@@ -194,8 +194,8 @@ def observe(
         device: of the rows.
 
     Raises:
-        TypeError: it returns no loss, keeps in Python what another step reads, or compiled steps would freeze what
-            changes from step to step.
+        TypeError: it returns no loss, stores Python values that a later step reads, or changes from step to step in a
+            way that compiled steps would freeze.
         ValueError: it changes buffers that are not stacked.
         RuntimeError: `torch.vmap` cannot run it.
     """
@@ -203,7 +203,8 @@ def observe(
     tensors, key = _own(stacked, values, device), random.key(0).to(device)
     different = fewer = rows
     if all_tensors(rows) and all(leaf.ndim and len(leaf) > 1 for leaf in tree.leaves(rows)):
-        different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)  # one twice, in the first one's place
+        # the second row twice, in place of the first
+        different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)
         fewer = tree.map(lambda leaf: leaf[:-1], rows)
     others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(tensors)]
     made: list[StackedLoss] = []
@@ -238,7 +239,7 @@ def all_tensors(batch: Any) -> bool:
 
 
 def _alone(twin: StackedLoss, values: list[Tensor], rows: Any, key: Tensor) -> Any:
-    """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
+    """Return one client's step without `vmap`, with draws from a key; `twin` records the draws."""
     count = len(twin.tensors)
     trained = [twin.parameter(value.detach().clone()) for value in values[:count]]
     with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
@@ -329,18 +330,18 @@ def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tr
 
 
 class Broadcasts(TorchFunctionMode):
-    """Look for operations on `(n, 1, ...)` and `(n, ...)`, which torch broadcasts to `(n, n, ...)`.
+    """Context that records operations on `(n, 1, ...)` and `(n, ...)`, which torch broadcasts to `(n, n, ...)`.
 
-    The mean of that is a loss of every output and every target. It is found where it happens, in a loss function as
-    well as inside a `training_step`: an operation on floating-point numbers of these two shapes, of which one depends
-    on the parameters and the other does not. Whether that matters, `refuse_broadcast` tries out.
+    The mean of such a result is a loss of every output and every target. It is detected where it happens, in a loss
+    function as well as inside a `training_step`: an operation on floating-point numbers of these two shapes, of which
+    one depends on the parameters and the other does not. `refuse_broadcast` tests whether it matters.
 
     Args:
         rows: n.
-        mends: whether they are given `(n, ...)` twice instead.
+        mends: whether the operations receive `(n, ...)` twice instead.
 
     Attributes:
-        met: (shape of what depends on the parameters, shape of the other) of the first one; None for none.
+        met: (shape of the operand that depends on the parameters, shape of the other) of the first one; None for none.
     """
 
     def __init__(self, rows: int, mends: bool = False) -> None:
@@ -380,11 +381,12 @@ class Broadcasts(TorchFunctionMode):
 def refuse_broadcast(loss: Callable[[int], Tensor], name: str, met: tuple[list[int], list[int]]) -> None:
     """Raise ValueError if the loss of batches of some rows is another one when no such operation broadcasts.
 
-    A module has lost nothing if the loss is the same with the spare dimension dropped, or does not exist without it.
+    The broadcast is harmless if the loss is the same with the spare dimension dropped, or cannot be computed without
+    it.
 
     Args:
-        loss: number of rows -> the loss of so many.
-        name: of the module.
+        loss: number of rows -> their loss.
+        name: name of the module.
         met: see `Broadcasts`.
     """
     for size in SIZES:
@@ -392,7 +394,7 @@ def refuse_broadcast(loss: Callable[[int], Tensor], name: str, met: tuple[list[i
             given, mends = loss(size), Broadcasts(size, mends=True)
             with mends:
                 mended = loss(size)
-        except Exception:  # it means the shapes as they are
+        except Exception:  # the loss needs the shapes as they are
             return
         if mends.met is None or torch.allclose(given, mended, rtol=_SAME, atol=0.0, equal_nan=True):
             return
@@ -430,5 +432,5 @@ def first_rows(data: Any) -> Tree:
 
 
 def _evenly(count: int, most: int) -> Tensor:
-    """Return at most so many of `count` places; single precision would miss those of very many."""
+    """Return at most this many of `count` positions, evenly spread; single precision would fail for very large counts."""
     return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

@@ -1,4 +1,4 @@
-"""What a user of stacked clients changes after an error of torch, in one table by the error's text."""
+"""Advice for users of stacked clients after an error of torch, in one table by the error's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FROZEN = (
     "it is to stay"
 )
 _IN_PLACE = "change a copy of the batch or parameter, x = x.clone(), and not itself"
-# A pattern in torch's error, and the advice; the first that fits is given.
+# A pattern in torch's error, and the advice; the first match is used.
 _TABLE = (
     (r"out of range|out of bounds", "classes and tokens are numbered from 0 to one less than the module has"),
     (r"expected scalar type Long but found|nll_loss.*not implemented|target dtype to be Long", _LABELS),
@@ -43,12 +43,12 @@ _TABLE = (
 
 
 def explained(error: Exception, module: nn.Module, batch: Any, dtype: torch.dtype) -> str:
-    """Return torch's error with the layer that it comes from, and what to do.
+    """Return torch's error with the layer that raised it, and the remedy.
 
     Args:
         error: of a training step.
-        module: that was trained.
-        batch: on which.
+        module: the trained module.
+        batch: its batch.
         dtype: of the module.
 
     Example:

@@ -2,8 +2,8 @@
 
 The module is an `nn.Linear` or a `LinearHead` of raw features, and the loss is torch's `mse_loss`,
 `binary_cross_entropy_with_logits`, `poisson_nll_loss` or `cross_entropy`, as a function or as its module with the
-settings of its constructor. A subclass, a hook, a parametrisation or a `forward` that has been replaced makes it a
-module like any other. All of this is looked at in every round, for the user may change it between rounds.
+settings of its constructor. A subclass, a hook, a parametrisation or a replaced `forward` excludes the module. All
+conditions are checked in every round, because the user may change the module between rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LinearSteps(NamedTuple):
     loss: Loss
     form: LinearForm
     lr: float
-    weight_decay: float  # that is a part of the gradient
+    weight_decay: float  # added to the gradient
     rule: Rule | None  # how gradients become steps; None for plain SGD
 
     def family(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> Family | None:
@@ -90,7 +90,7 @@ class LinearSteps(NamedTuple):
     def solve(
         self, family: Family, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None
     ) -> Local:
-        """Take the steps; the result is that of stacked steps, up to rounding."""
+        """Take the steps; the result equals that of stacked steps, up to rounding."""
         (x, y), form = data.batch, self.form
         join = form.join if family is CATEGORICAL else lambda parameters: form.join(parameters)[..., 0]
         total = batches.total.to(x.device)
@@ -115,11 +115,11 @@ class LinearSteps(NamedTuple):
 def linear_steps(
     module: nn.Module, loss: Loss | None, trained: list[str], configured: Configured, keep: bool
 ) -> LinearSteps | None:
-    """Return the steps of a linear model by an optimiser that the program knows, None of any other.
+    """Return the steps of a linear model by a supported optimiser, None for any other.
 
     Args:
         module: the user's.
-        loss: of a module that is no LightningModule.
+        loss: for a module that is not a LightningModule.
         trained: names of the parameters that are trained.
         configured: its optimiser and schedule.
         keep: whether the optimiser's state is kept between rounds.
@@ -150,7 +150,7 @@ def _family(loss: Loss) -> Family | None:
     if type(loss) not in _LOSSES or not unchanged(loss):
         return None
     family, function, settings = _LOSSES[type(loss)]
-    if getattr(F, function.__name__) is not function:  # which the module would call
+    if getattr(F, function.__name__) is not function:  # the function that the module calls
         return None
     now = {name: getattr(loss, name) for name in settings}
     return family if all(now[name] is value or now[name] == value for name, value in settings.items()) else None
