@@ -432,5 +432,5 @@ def first_rows(data: Any) -> Tree:
 
 
 def _evenly(count: int, most: int) -> Tensor:
-    """Return at most this many of `count` positions, evenly spread; single precision would fail for very large counts."""
+    """Return at most this many of `count` positions, evenly spread; single precision would fail for large counts."""
     return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

@@ -251,7 +251,7 @@ class _Fit:
         return limited(batches_of(count, self.batch_size, self.drop_last), self.limit)
 
     def look(self, batches: Tensor, round: int) -> list[LocalOptimizer]:
-        """Return the optimisers at the start of a round, see `LocalSchedule`, from Trainers started for that purpose."""
+        """Return the optimisers at the start of a round, see `LocalSchedule`, by starting Trainers."""
         plain = {n: v for n, v in self.arguments.items() if n not in _NOT_LOOKED_AT}
 
         def begin(looking: Look, size: int) -> None:

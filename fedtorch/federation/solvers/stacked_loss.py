@@ -310,7 +310,7 @@ class StackedLoss:
         return result
 
     def _called_with(self, tensors: Sequence[Tensor], form: StepForm | None = None) -> list[Recorded]:
-        """Return the arguments of metrics in the last step, or in one of another form; an empty tuple without metrics."""
+        """Return the arguments of metrics in the last step, or in one of another form; () without metrics."""
         metrics = self.objective.metrics
         return [Recorded(form or metrics.form, tensors)] if metrics.recorders else []
 
