@@ -308,7 +308,7 @@ class Network:
 
     @classmethod
     def star(cls, nodes: int) -> Network:
-        """Build a star, with node 0 in the middle and an edge from it to each of the others: a server and its clients."""
+        """Build a star, with an edge from node 0 to each of the others: a server and its clients."""
         edge_list.check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)

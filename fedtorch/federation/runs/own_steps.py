@@ -464,7 +464,7 @@ class WorkingCopy:
 
     @contextmanager
     def anew(self, names: Sequence[str] = ()) -> Iterator[functional.Swap]:
-        """Yield a function that puts tensors into the module, in the order of the first names; restore it at the end."""
+        """Yield a function that puts tensors into the module, by the order of the first names; restore it at the end."""
         if self._swap is None:
             self._swap = self._remember(list(names))
         try:

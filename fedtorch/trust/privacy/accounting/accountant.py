@@ -344,7 +344,7 @@ def _curves(release: Release, interval: float) -> list[LossCurve]:
 
 @lru_cache(maxsize=8)
 def _losses(release: Release, interval: float) -> list[Any]:
-    """Return the privacy-loss distributions of one release, for a unit that leaves and, if different, one that joins."""
+    """Return the privacy-loss distributions of one release, for a unit that leaves and, if different, one joining."""
     pmf = _library().pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap
     each = _curves(release, interval)
     return [pmf(interval, lowest, lowest + len(deltas) - 1, deltas) for lowest, deltas in each]

@@ -241,7 +241,7 @@ class PrivateLoss(StackedLoss):
         return dict(zip(self.tensors, values))
 
     def _share(self, squares: Tensor, taken: Tensor) -> Tensor:
-        """Return the factor of each example's gradient, `(K, B)` float64; 0 for rows outside the batch or not finite."""
+        """Return the factor of each example's gradient, `(K, B)` float64; 0 for rows not drawn or not finite."""
         norm = torch.where(squares.isfinite() & taken, squares, torch.inf).sqrt()
         return (self.clip * SLACK / norm).clamp(max=1)
 

@@ -91,7 +91,7 @@ class Faults(TorchFunctionMode):
 def _faults_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the faults of a call of a function in `torch.nn.functional`; other functions have no signature to inspect."""
+    """Yield the faults of a call of a function in `torch.nn.functional`; others have no signature to inspect."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):
