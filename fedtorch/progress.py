@@ -78,8 +78,8 @@ class Progress:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
         self._moments = deque([(0.0, initial)], _RECENT)  # (seconds since it began, steps)
-        told = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
-        self._shown = shown and not told
+        disabled = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
+        self._shown = shown and not disabled
         self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
