@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
 	tests/test_layers.py
 
-.PHONY: demo demo-statistics demo-gp demo-sites demo-vertical test suite test-slow test-browser test-zoo test-install test-matrix lint format docs wheel bench bench-peers clean
+.PHONY: demo demo-statistics demo-gp demo-sites demo-vertical test suite test-slow test-browser test-zoo test-install test-matrix lint format docs page wheel bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -103,6 +103,11 @@ docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
 	$(BIN)/python -m fedtorch.programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# The code cells of one page: make page PAGE=docs/start.md
+page: $(STAMP)
+	$(INSTALL) --editable '.[docs]'
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python docs/_tools/run_page.py $(PAGE)
 
 # The wheel that other machines install by `pip install dist/fedtorch-*.whl`.
 wheel: $(STAMP)
