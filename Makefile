@@ -106,7 +106,6 @@ docs: $(STAMP)
 
 # The code cells of one page: make page PAGE=docs/start.md
 page: $(STAMP)
-	$(INSTALL) --editable '.[docs]'
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python docs/_tools/run_page.py $(PAGE)
 
 # The wheel that other machines install by `pip install dist/fedtorch-*.whl`.
