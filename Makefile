@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
+PAGE ?= docs/start.md
 # Half of the suite by what it takes, with the tests that fork from one process.
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
 	tests/test_layers.py
