@@ -17,13 +17,14 @@ import pytest
 import fedtorch as ft
 from fedtorch import _lazy
 
-MOST = 412  # names; a new one takes the place of one that nobody needs
+MOST = 412  # names
 MISSPELT = {"fedtorch.fedavgg"}  # on purpose, where a page shows what a wrong name is answered with
 CALLABLE = public.classes_and_functions()
 
 
 def test_no_more_names_are_declared_than_a_reader_can_look_through() -> None:
-    assert len(public.declared()) <= MOST
+    many = len(public.declared()) - MOST
+    assert many <= 0, f"{many} more than {MOST}: take one away that nobody needs, or leave the new one undeclared"
 
 
 @pytest.mark.parametrize("package", public.packages())
