@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     x: Tensor  # (K, N, d)
     columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
     statistic: Tensor  # (K, d) Σ w t x
-    mask: Tensor  # (K, N)
+    mask: Tensor  # (K, N) bool
     offset: Tensor | None  # (K, N) of the linear predictors
     times: Tensor | None  # (K, N) how often a row counts, weight × trials; None for once
     likely: Likely | None  # responses, if log-likelihoods are taken relative to their maximum; None otherwise
