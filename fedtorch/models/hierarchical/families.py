@@ -34,6 +34,7 @@ class Family(NamedTuple):
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
     scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the scale that is known, (K,)
     precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
+    effects: str = "effect"  # what differences of η are called
 
 
 class Ordered(NamedTuple):
@@ -171,7 +172,10 @@ GAUSSIAN = Family(
     lambda uniform, eta, variance: eta + variance.sqrt() * torch.special.ndtri(uniform),
     lambda prepared: prepared.log_noise.exp(),
     precise=True,
+    effects="effect on the response",
 )
-LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw)
-CUMULATIVE = Family("cumulative", _no_mean, _cumulative_density, _cumulative_draw)  # y: numbers of levels from 0
-POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw)
+LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw, effects="log-odds")
+CUMULATIVE = Family(  # y: numbers of levels from 0
+    "cumulative", _no_mean, _cumulative_density, _cumulative_draw, effects="log-odds"
+)
+POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw, effects="log rate")
