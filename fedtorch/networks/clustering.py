@@ -21,7 +21,7 @@ from fedtorch.networks.network import Network
 __all__ = ["gaussian_mixture", "k_means", "spectral"]
 __dir__ = only(__all__)
 
-_DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
+_DENSE = 400  # most nodes for a dense eigendecomposition
 
 
 def k_means(parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 10) -> Tensor:
@@ -29,9 +29,9 @@ def k_means(parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 1
 
     Args:
         parameters: `(n, ...)`, flattened per node.
-        clusters: how many, at most n.
+        clusters: their number, at most n.
         seed: of the starts.
-        starts: of which the best is taken.
+        starts: number of starts; the best result is returned.
 
     Raises:
         ValueError: a number of clusters out of range, or parameters that are not finite.
@@ -48,18 +48,18 @@ def gaussian_mixture(
 ) -> Tensor:
     """Cluster the nodes' parameters, or any vectors that represent them, by the likeliest part of a Gaussian mixture.
 
-    Unlike k-means it allows for clusters of different sizes and, in each direction, spreads. Fitted by expectation
-    maximisation; a cluster that no node belongs to most likely has no label.
+    Unlike k-means it allows clusters of different sizes and different spreads in each direction. Fitted by expectation
+    maximisation; a cluster that is most likely for no node has no label.
 
     Source: Jung, "Federated learning: from theory to practice", section 6.3.
 
     Args:
         parameters: `(n, ...)`, flattened per node.
-        clusters: how many, at most n.
+        clusters: their number, at most n.
         seed: of the starts.
-        starts: of which the best is taken.
-        covariance: of a part, as scikit-learn's `GaussianMixture` has it: "full", "tied", "diag" or "spherical"; a full
-            one has (d + 1)d/2 numbers and asks for many nodes in each cluster.
+        starts: number of starts; the best result is returned.
+        covariance: as in scikit-learn's `GaussianMixture`: "full", "tied", "diag" or "spherical"; a full one has (d +
+            1)d/2 numbers and needs many nodes in each cluster.
 
     Raises:
         ValueError: a number of clusters out of range, or parameters that are not finite.
@@ -78,14 +78,14 @@ def gaussian_mixture(
 def spectral(network: Network, clusters: int, *, seed: int = 0) -> Tensor:
     r"""Cluster nodes by k-means of the rows of the first eigenvectors of the normalised adjacency.
 
-    The eigenvectors are those of the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, rows scaled to length one;
-    a node without neighbours counts as its own neighbour.
+    The eigenvectors belong to the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, with rows scaled to length one;
+    an isolated node counts as its own neighbour.
 
     Source: Ng, Jordan and Weiss (2002), "On spectral clustering: analysis and an algorithm".
 
     Args:
         network: of n nodes.
-        clusters: how many, at most n.
+        clusters: their number, at most n.
         seed: of the starts.
 
     >>> import fedtorch as ft

@@ -1,10 +1,10 @@
 r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theory to practice", section 7.3).
 
-Most ways have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i -
-z_j|` of two of them. Functions that return vectors `(n, m)` go with `Network.k_nearest`, which never forms all pairs;
-`distances` forms them, for `learning.regular` and `learning.edge_budget`.
+Most methods have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i
+- z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to `Network.k_nearest`, which never forms
+all pairs; `distances` forms them, for `learning.regular` and `learning.edge_budget`.
 
-Vectors leave the nodes, and tell about their data: a mean or a gradient at least as much as it says.
+Vectors leave the nodes, and disclose information about their data: at least a mean or a gradient.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks import discrepancy
@@ -134,7 +134,7 @@ def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: Fede
 def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str = 0, seed: int = 0) -> Tensor:
     """Return weights, means and covariances of a Gaussian mixture of each node's features, `(n, m)`.
 
-    The components are ordered by their means, and the covariance's upper triangle is taken once.
+    The components are ordered by their means, and the covariance's upper triangle is used once.
 
     Source: construction II of the assignment of section 7.6.
 
