@@ -44,6 +44,7 @@ _COUNTS = (
 )
 _RESERVED = {*_COUNTS, "bytes_up", "bytes_down", "seconds"}
 _MOST_HELD, _MOST_WAITING = 100_000, 1000  # clients' numbers, and rounds, that wait to be written
+_NAMED = 3  # clients of each trouble whose names a round shows
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _SPREAD = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
@@ -75,9 +76,11 @@ class Round(NamedTuple):
     refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was left out
     report: Mapping[str, float | Tensor] = _NOTHING  # what the algorithm says of the server's state
     tensors: Callable[[], Tree] | None = None  # asks for what all clients predict with, (K, ...), as `Run.tensors`
+    names: Sequence[str] = ()  # of all clients, by id
 
     def __repr__(self) -> str:
         words = [f"{len(self.ids)} of {len(self.asked)} clients answered"]
+        words += [f"{kind}: {who}" for kind, who in self._troubles().items()]
         words += [f"{self.bytes_up:,} B up", f"{self.bytes_down:,} B down"]
         words += [f"{name} {value}" for name, value in headline(self).items()]
         return f"Round({self.number}: {', '.join(words)})"
@@ -85,7 +88,28 @@ class Round(NamedTuple):
     def _repr_html_(self) -> str:
         answered = {"clients that answered": f"{len(self.ids)} of {len(self.asked)}"}
         sent = {"bytes up": f"{self.bytes_up:,}", "bytes down": f"{self.bytes_down:,}"}
-        return facts(f"Round {self.number}", answered | sent | headline(self))
+        return facts(f"Round {self.number}", answered | self._troubles() | sent | headline(self))
+
+    def named(self, ids: Tensor) -> list[str]:
+        """Return the names of clients by their ids, such as `round.named(round.late)`.
+
+        Example:
+            >>> Round(1, ids=torch.tensor([1]), names=("ward 3", "ward 7")).named(torch.tensor([1, 0]))
+            ['ward 7', 'ward 3']
+        """
+        return [self.names[i] for i in ids.tolist()]
+
+    def _troubles(self) -> dict[str, str]:
+        """Return the names of the clients that did not answer well, by what went wrong, a few of each."""
+        kinds = {"not reached": self.lost_before, "late": self.late, "lost": self.lost_after, "refused": self.refused}
+        found = {}
+        for kind, ids in kinds.items():
+            if len(ids):
+                more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+                found[kind] = (
+                    ", ".join(self.named(ids[:_NAMED]) if self.names else map(str, ids[:_NAMED].tolist())) + more
+                )
+        return found
 
 
 class Recorder(Protocol):

@@ -107,6 +107,20 @@ def test_notebooks_show_a_table_of_numbers_that_the_line_has_too() -> None:
     assert cells(vertical) == {"": "VerticalRun", "method": "sfvi <lr>(lr=0.1)", "parties": "2", "rounds": "0"}
 
 
+def test_rounds_name_the_clients_that_did_not_answer() -> None:
+    wards = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 6, [f"ward {k}" for k in range(6)])
+    late = ft.Faults(after=lambda keys, ids: ids % 3 == 1, before=lambda keys, ids: ids == 5)
+    algorithm = ft.fedavg(ft.least_squares(nn.Linear(2, 1)))
+    round = ft.Run(algorithm, ft.InProcess(wards), faults=late).step()
+    assert round.named(round.ids) == ["ward 0", "ward 2", "ward 3"]
+    assert (round.named(round.lost_after), round.named(round.lost_before)) == (["ward 1", "ward 4"], ["ward 5"])
+    assert repr(round).startswith("Round(1: 3 of 6 clients answered, not reached: ward 5, lost: ward 1, ward 4, ")
+    assert cells(round)["lost"] == "ward 1, ward 4"
+    every = ft.Faults(after=lambda keys, ids: ids >= 0)
+    round = ft.Run(algorithm, ft.InProcess(wards), faults=every).step()
+    assert "lost: ward 0, ward 1, ward 2 and 3 more" in repr(round)
+
+
 def test_scores_in_notebooks_are_a_few_numbers_whatever_they_are_of() -> None:
     bad = torch.tensor([False, True])
     score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True, undefined=bad)

@@ -175,6 +175,7 @@ class Run(Scored, Resumable):
             torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
             self.tensors,
+            self.population.names,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:

@@ -87,6 +87,7 @@ class VerticalRun:
             bytes_up=done.bytes_up,
             bytes_down=done.bytes_down,
             report=done.report,
+            names=self.names,
         )
         self.log.record(self.last, seconds)
         return self.last
