@@ -1,4 +1,4 @@
-"""Packages that hand out the names of their stub, and import each when it is first asked for."""
+"""Packages that hand out the names of their stub, each imported when first asked for; modules that show their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         if f"{module}.".startswith(f"{package}.{name}."):
             get(name)
     return get, lambda: sorted(homes)
+
+
+def only(names: Sequence[str]) -> Callable[[], list[str]]:
+    """Return a module's `__dir__` for its `__all__`, so that completion offers neither what it imports nor its helpers.
+
+    >>> only(["weights", "distances"])()
+    ['distances', 'weights']
+    """
+    return lambda: sorted(names)
 
 
 def declared(package: str, stub: Path) -> dict[str, tuple[str, str]]:

@@ -214,11 +214,11 @@ def _described(value: Any, depth: int) -> str:
         return f"tensor {tuple(value.shape)} of digest {_digest(numbers)}"
     if isinstance(value, nn.Module):
         layers = functional.layers(value)
-        own = {name: setting for name, setting in layers.pop("").items() if name != "class"}
+        settings = {name: setting for name, setting in layers.pop("").items() if name != "class"}
         fixed = {
             n: functional.checksum(leaf) for n, leaf in functional.tensors(value).items() if not leaf.requires_grad
         }
-        return f"{type(value).__qualname__}({_described({**own, **layers, **fixed}, depth)})"
+        return f"{type(value).__qualname__}({_described({**settings, **layers, **fixed}, depth)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_described(part, depth)}" for name, part in value.items()) + "}"
     if hasattr(value, "__dataclass_fields__") or hasattr(value, "_asdict"):

@@ -204,10 +204,10 @@ def _integers(total: Tensor) -> list[int]:
     return [int.from_bytes(words[i : i + size], "little", signed=True) for i in range(0, len(words), size)]
 
 
-def _checked(found: Tensor | None) -> Tensor:
-    if found is None:
+def _checked(total: Tensor | None) -> Tensor:
+    if total is None:
         raise ValueError(_NOT_FINITE)
-    return found
+    return total
 
 
 def _divide(numerator: int, denominator: int) -> float:

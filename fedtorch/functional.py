@@ -73,10 +73,10 @@ def _settings(part: nn.Module) -> dict[str, str]:
         public = {n: _setting(v) for n, v in vars(part).items() if not n.startswith("_") and n != "training"}
         return {name: text for name, text in public.items() if text is not None}
     try:
-        said = part.extra_repr()
+        extra = part.extra_repr()
     except Exception:  # of a part that is not ready to be printed
         return {}
-    return {"extra_repr": re.sub(" at 0x[0-9a-f]+", "", said)} if said else {}
+    return {"extra_repr": re.sub(" at 0x[0-9a-f]+", "", extra)} if extra else {}
 
 
 def _setting(value: Any) -> str | None:
@@ -281,11 +281,11 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         ([[5.5]], False)
     """
     result = copied(module)
-    for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
-        if value.shape != own.shape:
-            raise ValueError(f"Expected shape {tuple(own.shape)} for {name!r}, but got {tuple(value.shape)}")
-        value = value.detach() if own.is_floating_point() else counted(value.detach(), own.dtype)
-        own.data = value.to(own.device, copy=True)
+    for (name, value), target in zip(tensors.items(), _named(result, list(tensors))):
+        if value.shape != target.shape:
+            raise ValueError(f"Expected shape {tuple(target.shape)} for {name!r}, but got {tuple(value.shape)}")
+        value = value.detach() if target.is_floating_point() else counted(value.detach(), target.dtype)
+        target.data = value.to(target.device, copy=True)
     return result
 
 

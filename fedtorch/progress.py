@@ -3,6 +3,8 @@
 On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. What is left is said
 from the steps that were done of late, and not before there are a few; the longest wait among them does not count.
 
+Rounds that take so long also say once in a process how many threads torch has, where nobody has chosen that.
+
 Within a `Progress` no other is shown. `progress=False` where a function takes it, `with quiet():` around anything, and
 the environment variable `TQDM_DISABLE=1` silence it.
 
@@ -25,7 +27,10 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from fedtorch._lazy import only
+
 __all__ = ["quiet", "tracked"]
+__dir__ = only(__all__)
 
 T = TypeVar("T")
 Told = Mapping[str, Any]  # what is shown beside how far it is
@@ -35,6 +40,7 @@ _BETWEEN = 10.0  # seconds between two lines in a log at least; in a long run a 
 _REFRESHED = 0.1  # seconds between two states of a bar
 _RECENT = 64  # moments from which it is said how long the rest takes
 _FEW = 3  # stretches between them, at least
+_advised = False  # whether this process has been told of its threads
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether somebody else shows progress, or nobody may
 
 
@@ -72,8 +78,8 @@ class Progress:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
         self._moments = deque([(0.0, initial)], _RECENT)  # (seconds since it began, steps)
-        told = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
-        self._shown = shown and not told
+        disabled = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
+        self._shown = shown and not disabled
         self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
@@ -112,6 +118,8 @@ class Progress:
         passed = time.monotonic() - self._began
         if passed - self._moments[-1][0] >= passed / _RECENT:
             self._moments.append((passed, self.done))
+        if passed >= _SHORT and self.unit == "round":
+            self._advise_on_threads()
         if passed >= self._next:
             self._show(passed)
 
@@ -167,6 +175,23 @@ class Progress:
         sys.stderr.write(", ".join(parts) + "\n")
         sys.stderr.flush()
         self._said = self.done
+
+    def _advise_on_threads(self) -> None:
+        """Say once in a process that small models are often faster with one thread, where torch has more by default."""
+        global _advised
+        if _advised or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+            return
+        import torch
+
+        _advised = True
+        threads = torch.get_num_threads()
+        if threads == 1 or torch.cuda.is_initialized():
+            return
+        write = sys.stderr.write if self._kind is None else self._kind.write
+        write(
+            f"torch uses {threads} threads here; small models are often faster with one, above all beside other work: "
+            "set OMP_NUM_THREADS=1, or call torch.set_num_threads(1)" + "\n" * (self._kind is None)
+        )
 
     def _within(self, expected: float) -> int:
         """Return so many steps, at least one and no more than are left in all."""

@@ -132,6 +132,12 @@ privacy.epsilon, privacy.Entropy
     }
 
 
+def test_completion_offers_the_public_names_of_a_module_and_nothing_else() -> None:
+    shown = {module: dir(public._module(module)) for module in public.handed_out()}
+    assert len(shown) > 50
+    assert {module: names for module, names in shown.items() if names != sorted(public.handed_out()[module])} == {}
+
+
 def test_nothing_private_is_public() -> None:
     names = [f"{module}.{name}" for module, names in public.handed_out().items() for name in names]
     assert [name for name in names if re.search(r"\._", name)] == []

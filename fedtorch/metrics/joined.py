@@ -128,6 +128,6 @@ def _join_spreads(metric: Any) -> None:
         spread = spread + its + (other - centre).square() * joined * more / both
         centre = centre + (other - centre) * more / both
         joined = both
-    found = (joined, centre, spread, raw.sum(0), least.amin(0), most.amax(0))
-    for name, value in zip(names, found):
+    joined_parts = (joined, centre, spread, raw.sum(0), least.amin(0), most.amax(0))
+    for name, value in zip(names, joined_parts):
         setattr(metric, name, value.to(metric._defaults[name].dtype))

@@ -139,12 +139,12 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     Raises:
         ValueError: a reduction that it does not have.
     """
-    found = _of_module(loss) if isinstance(loss, nn.Module) else _of_function(loss)
-    if found is None or found.reduction in ("mean", "sum", "none"):
-        return found
-    if found.reduction == "batchmean" and found.function is F.kl_div:
-        return found
-    raise ValueError(f"Expected reduction='mean', 'sum' or 'none' of a loss, but got {found.reduction!r}")
+    torch_function = _of_module(loss) if isinstance(loss, nn.Module) else _of_function(loss)
+    if torch_function is None or torch_function.reduction in ("mean", "sum", "none"):
+        return torch_function
+    if torch_function.reduction == "batchmean" and torch_function.function is F.kl_div:
+        return torch_function
+    raise ValueError(f"Expected reduction='mean', 'sum' or 'none' of a loss, but got {torch_function.reduction!r}")
 
 
 def _of_module(loss: nn.Module) -> TorchLoss | None:

@@ -366,9 +366,9 @@ def _in_float64(value: Any) -> Any:
 
 
 def _all_nan(value: Any) -> bool:
-    found: list[bool] = []
-    mapped(lambda leaf: found.append(bool(leaf.isnan().all())), value)
-    return bool(found) and all(found)
+    flags: list[bool] = []
+    mapped(lambda leaf: flags.append(bool(leaf.isnan().all())), value)
+    return bool(flags) and all(flags)
 
 
 def _alike(overall: Any, values: Sequence[Any]) -> tuple[Any, Any]:

@@ -219,10 +219,10 @@ class ClientMetric:
         states: list[Tensor] = []
         for size in every[every > 0].unique().tolist():
             at = (every == size).nonzero()[:, 0].to(flat[0].device)
-            found = vmap(alone)(*(leaf[at, :size] if cut else leaf[at] for leaf, cut in zip(flat, padded)))
-            states = states or [leaf.new_zeros(len(every), *leaf.shape[1:]) for leaf in found]
-            for leaf, own in zip(states, found):
-                leaf[at] = own
+            after_batch = vmap(alone)(*(leaf[at, :size] if cut else leaf[at] for leaf, cut in zip(flat, padded)))
+            states = states or [leaf.new_zeros(len(every), *leaf.shape[1:]) for leaf in after_batch]
+            for leaf, value in zip(states, after_batch):
+                leaf[at] = value
         return [leaf.unflatten(0, sizes.shape) for leaf in states]
 
     def _states_alone(self, call: Call) -> Callable[..., list[Tensor]]:

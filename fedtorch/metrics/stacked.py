@@ -89,8 +89,8 @@ def rows_of(client: int, mask: Tensor, *values: Tree) -> tuple[Tree, ...]:
     """Return a client's own rows of stacked values `(K, N, ...)`, those in the mask `(K, N)`, without gradients."""
     inside = mask[client]
     whole = bool(inside.all())
-    own = lambda leaf: leaf[client].detach() if whole else leaf[client][inside].detach()
-    return tuple(tree.map(own, value) for value in values)
+    select = lambda leaf: leaf[client].detach() if whole else leaf[client][inside].detach()
+    return tuple(tree.map(select, value) for value in values)
 
 
 def values_per_row(value: Any, rows: int) -> Tensor | None:

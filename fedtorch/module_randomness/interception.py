@@ -51,10 +51,10 @@ class Seeded(NotImplementedError):
 
 def _is_global(generator: torch.Generator) -> bool:
     """Return whether a generator is torch's own of its device; Python has another object for it at every call."""
-    before, own = generator.get_state(), generators(generator.device)[-1]
-    seed = own.initial_seed() ^ 1
+    before, default = generator.get_state(), generators(generator.device)[-1]
+    seed = default.initial_seed() ^ 1
     try:
-        return generator.manual_seed(seed).initial_seed() == own.initial_seed()
+        return generator.manual_seed(seed).initial_seed() == default.initial_seed()
     finally:
         generator.set_state(before)
 

@@ -30,14 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 from fedtorch.progress import tracked
 
 __all__ = ["edge_budget", "nearest", "regular"]
+__dir__ = only(__all__)
 
 _TITLE = "Learning the network"
-_STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and at most so many
-_NEWTON_STEPS = 200  # of a projection, at most
+_STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and most steps
+_NEWTON_STEPS = 200  # most Newton steps of a projection
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding
 
 
@@ -63,7 +65,7 @@ def edge_budget(discrepancy: Tensor, edges: int, names: Sequence[str] | None = N
 
     Args:
         discrepancy: D, `(n, n)` symmetric, not negative; the diagonal does not matter.
-        edges: how many; the book's E_max counts each from both ends, and is twice as large.
+        edges: their number; the book's E_max counts each from both ends, and is twice as large.
         names: one per node.
     """
     checked = _check(discrepancy)
@@ -93,7 +95,7 @@ def regular(
         names: one per node.
         candidates: the pairs `(E, 2)` that may have an edge, such as `nearest(...).edges` with more neighbours;
             default: all n(n − 1)/2 of them.
-        projected: whether to take projected gradient steps among all pairs in place of linear programming.
+        projected: whether to use projected gradient steps among all pairs in place of linear programming.
 
     Raises:
         ValueError: a degree that the candidates cannot give every node, wrong dimensions, or candidates for projected
@@ -134,8 +136,8 @@ def _by_linear_program(discrepancy: Tensor, degree: float, pairs: Tensor) -> Ten
 def _by_projection(discrepancy: Tensor, degree: float) -> Tensor:
     """Return the weights of all pairs by steps A ← P(A − ηD) (4.17).
 
-    The objective is linear, so that a step is one of the proximal point method, which arrives after finitely many; it
-    stops where a step changes nothing.
+    The objective is linear, so a step is one of the proximal point method, which converges after finitely many; it
+    stops when a step changes nothing.
     """
     n = len(discrepancy)
     discrepancy = discrepancy.clone().fill_diagonal_(0.0)
@@ -165,8 +167,8 @@ def _check(discrepancy: Tensor) -> Tensor:
 def _project(matrix: Tensor, degree: float) -> Tensor:
     """Return the nearest symmetric matrix with weights in [0, 1], zero diagonal and this degree.
 
-    It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is how
-    much the degrees lack, its curvature D + A of the pairs strictly inside [0, 1]. Weights and counts of pairs are pure
+    It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is the
+    degrees' deficit, its curvature D + A of the pairs strictly inside [0, 1]. Weights and counts of pairs are pure
     numbers, and so are the limits of rounding here.
     """
     n = len(matrix)

@@ -104,9 +104,9 @@ def magnitude(number, out):
     turned, carry = (_MASK, uint64(1)) if negative(number) else (uint64(0), uint64(0))
     count = 0
     for i in range(len(number)):
-        found = (number[i] ^ turned) + carry
-        out[i] = found & _MASK
-        carry = found >> _BITS
+        digit = (number[i] ^ turned) + carry
+        out[i] = digit & _MASK
+        carry = digit >> _BITS
         if out[i] != 0:
             count = i + 1
     return count
@@ -117,9 +117,9 @@ def subtract(a, b, out):
     """Write a − b, of as many digits each; it may be written over either."""
     borrow = uint64(0)
     for i in range(len(out)):
-        found = a[i] - b[i] - borrow
-        out[i] = found & _MASK
-        borrow = (found >> _BITS) & uint64(1)
+        digit = a[i] - b[i] - borrow
+        out[i] = digit & _MASK
+        borrow = (digit >> _BITS) & uint64(1)
 
 
 @program()
@@ -130,16 +130,16 @@ def multiply(a, b, out, one, other):
     for i in range(count):
         carry = uint64(0)
         for j in range(beyond):
-            found = one[i] * other[j] + out[i + j] + carry
-            out[i + j] = found & _MASK
-            carry = found >> _BITS
+            digit = one[i] * other[j] + out[i + j] + carry
+            out[i + j] = digit & _MASK
+            carry = digit >> _BITS
         out[i + beyond] = carry
     if negative(a) != negative(b):
         carry = uint64(1)
         for i in range(len(out)):
-            found = (out[i] ^ _MASK) + carry
-            out[i] = found & _MASK
-            carry = found >> _BITS
+            digit = (out[i] ^ _MASK) + carry
+            out[i] = digit & _MASK
+            carry = digit >> _BITS
 
 
 @program()
@@ -176,8 +176,8 @@ def nearest(number, scale, room):
         empty += 1
     if more or below != 0:  # the last of the 64 bits says whether there are more
         top |= uint64(1)
-    found = math.ldexp(float64(top), 32 * (count - 2) - empty - scale)
-    return -found if negative(number) else found
+    absolute = math.ldexp(float64(top), 32 * (count - 2) - empty - scale)
+    return -absolute if negative(number) else absolute
 
 
 @program("boolean(float64[:, ::1], float64[::1])")

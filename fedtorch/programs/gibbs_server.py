@@ -245,10 +245,10 @@ def write_levels(
 
 # Points of a lattice are runs of one array: x, cosh y, the variance, log densities and sums of components, and heights.
 @program()
-def _lattice(room, own, spacing, place, middle, width, bound):
+def _lattice(room, centre, spacing, place, middle, width, bound):
     """Write points, cosh, variances, and nothing yet of the components."""
     for i in range(POINTS):
-        up = exponential(own + spacing * (i - place))
+        up = exponential(centre + spacing * (i - place))
         down = 1.0 / up
         x = middle + width * ((up - down) / 2.0)
         room[i] = x
@@ -304,8 +304,8 @@ def write_scales(finest, bound, clients, weight, estimate, scatter_of, precision
             spacing = finest * (1.0 + _uniform(key, j))
             place = math.floor(POINTS * _uniform(key, p + j))
             at = (-_log(precision_in[c, j]) - middle) / width
-            own = math.copysign(_log(abs(at) + math.sqrt(at * at + 1.0)), at)
-            _lattice(room, own, spacing, place, middle, width, bound)
+            position = math.copysign(_log(abs(at) + math.sqrt(at * at + 1.0)), at)
+            _lattice(room, position, spacing, place, middle, width, bound)
             for k in range(len(priors)):
                 prior, share = priors[k, c, j], shares[k, c, j]
                 log_weight = 0.0 if len(priors) == 1 else _log(share) + _log(prior) / 2.0
@@ -401,10 +401,10 @@ def scales(numbers: Sequence[Tensor], keys: Tensor, limits: tuple[float, float])
     """
     if not _usable(numbers, keys):
         return None
-    *heard, share, prior = numbers
-    out = torch.empty_like(heard[4], memory_format=torch.contiguous_format)
+    *statistics, share, prior = numbers
+    out = torch.empty_like(statistics[4], memory_format=torch.contiguous_format)
     wide = [tensor.expand(len(prior), *out.shape) for tensor in (share, prior)]
-    write_scales(*limits, *arrays(*heard, *wide, keys, out))
+    write_scales(*limits, *arrays(*statistics, *wide, keys, out))
     return out
 
 

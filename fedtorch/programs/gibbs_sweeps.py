@@ -131,7 +131,7 @@ def _eliminated(p, matrix, prior, z, hand, inverse, delta):
     """
     width = p + 1
     for j in range(p):
-        row, own, other = matrix[(j * width + j) * LANES :], matrix[(j * width + p) * LANES :], z[j * LANES :]
+        row, pivot_row, other = matrix[(j * width + j) * LANES :], matrix[(j * width + p) * LANES :], z[j * LANES :]
         least, over, out = prior[j * LANES :], inverse[j * LANES :], delta[j * LANES :]
         short = 0
         for lane in range(LANES):
@@ -145,7 +145,7 @@ def _eliminated(p, matrix, prior, z, hand, inverse, delta):
         for lane in range(LANES):
             over[lane] = 1.0 / row[lane]
         for lane in range(LANES):
-            out[lane] = own[lane] + math.sqrt(row[lane]) * other[lane]
+            out[lane] = pivot_row[lane] + math.sqrt(row[lane]) * other[lane]
         for i in range(j + 1, p):
             multiply(hand, 0, inverse, j, matrix, j * width + i, 1)
             subtract_multiples(matrix, i * width + i, hand, 0, matrix, j * width + i, width - i)
@@ -162,9 +162,9 @@ def _squares(p, gram, gone, hand, squares):
         for lane in range(LANES):
             hand[lane] = 0.0
         subtract_products(hand, 0, gram, at + 1, gone, i + 1, p - 1 - i)
-        pivot, own = gram[at * LANES :], gone[i * LANES :]
+        pivot, difference = gram[at * LANES :], gone[i * LANES :]
         for lane in range(LANES):
-            squares[lane] += own[lane] * (own[lane] * pivot[lane] - 2.0 * hand[lane])
+            squares[lane] += difference[lane] * (difference[lane] * pivot[lane] - 2.0 * hand[lane])
 
 
 @program()

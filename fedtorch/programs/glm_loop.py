@@ -56,11 +56,11 @@ def place(number):
 def _begun(parameters, first, classes, features, each, weights, width, gradient, sums):
     """Write a client's parameters as weights, and zeros to what is summed."""
     for c in range(classes):
-        theta, own = place(first + c * each), place(c * (width + 1))
+        theta, offset = place(first + c * each), place(c * (width + 1))
         for j in range(features):
-            weights[own + j] = parameters[theta + j]
+            weights[offset + j] = parameters[theta + j]
         if each > features:
-            weights[own + width] = parameters[theta + features]
+            weights[offset + width] = parameters[theta + features]
     for i in range(len(gradient)):
         gradient[i] = 0.0
     for i in range(len(sums)):
@@ -90,11 +90,11 @@ def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, w
         f = place(wholes[of_rows + i + min(2, last)] * features)
         g = place(wholes[of_rows + i + min(3, last)] * features)
         for j in range(features):
-            own = place(to + wholes[places + j] + i)
-            columns[own] = x[a + j]
-            columns[own + 1] = x[b + j]
-            columns[own + 2] = x[f + j]
-            columns[own + 3] = x[g + j]
+            slot = place(to + wholes[places + j] + i)
+            columns[slot] = x[a + j]
+            columns[slot + 1] = x[b + j]
+            columns[slot + 2] = x[f + j]
+            columns[slot + 3] = x[g + j]
     for j in range(features):
         for i in range(place(count), full):
             columns[place(to + j * _ROWS) + i] = 0.0
@@ -105,12 +105,12 @@ def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, w
 def _predict(weights, width, classes, columns, tile, lanes, eta):
     """Write linear predictors of a tile, a run for each class; the constant comes after the `width` weights."""
     for c in range(classes):
-        own, out = place(c * (width + 1)), place(c * _ROWS)
-        constant = weights[own + width]
+        offset, out = place(c * (width + 1)), place(c * _ROWS)
+        constant = weights[offset + width]
         for i in range(lanes):
             eta[out + i] = constant
         for j in range(0, width, 4):
-            a, b, f, g = weights[own + j], weights[own + j + 1], weights[own + j + 2], weights[own + j + 3]
+            a, b, f, g = weights[offset + j], weights[offset + j + 1], weights[offset + j + 2], weights[offset + j + 3]
             x = place((tile * width + j) * _ROWS)
             for i in range(lanes):
                 eta[out + i] += (a * columns[x + i] + b * columns[x + _ROWS + i]) + (
@@ -150,26 +150,26 @@ def _misfits_of_classes(classes, lanes, count, eta, wholes, tile, sums):
         sums[_MOST + i] = eta[i]
         sums[_WHOLE + i] = 0.0
     for c in range(1, classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            x = float64(eta[own + i])
+            x = float64(eta[offset + i])
             sums[_MOST + i] = x if x > sums[_MOST + i] else sums[_MOST + i]
     for i in range(count):
         sums[_LOST + i] += sums[_MOST + i] - float64(eta[place(wholes[labels + i] * _ROWS) + i])
     for c in range(classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            e = exponential(float64(eta[own + i]) - sums[_MOST + i])
+            e = exponential(float64(eta[offset + i]) - sums[_MOST + i])
             sums[_WHOLE + i] += e
-            eta[own + i] = e
+            eta[offset + i] = e
     for i in range(count):
         whole = sums[_WHOLE + i]
         sums[_LOST + i] += logarithm(whole) + (whole - whole)  # of NaN the logarithm's formula gives a number
         sums[_WHOLE + i] = 1.0 / whole
     for c in range(classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            eta[own + i] *= sums[_WHOLE + i]
+            eta[offset + i] *= sums[_WHOLE + i]
     for i in range(count):
         eta[place(wholes[labels + i] * _ROWS) + i] -= 1.0
 
@@ -234,12 +234,14 @@ def _gathered(sums, width, classes, features, parameters, gradient):
     """Write the gradient, of sums of lanes."""
     for c in range(classes):
         for j in range(parameters):
-            own = place((c * (width + 1) + (j if j < features else width)) * _LANES)
+            offset = place((c * (width + 1) + (j if j < features else width)) * _LANES)
             for i in range(8):
-                sums[own + i] += sums[own + 8 + i]
+                sums[offset + i] += sums[offset + 8 + i]
             for i in range(4):
-                sums[own + i] += sums[own + 4 + i]
-            gradient[place(c * parameters + j)] = (sums[own] + sums[own + 2]) + (sums[own + 1] + sums[own + 3])
+                sums[offset + i] += sums[offset + 4 + i]
+            gradient[place(c * parameters + j)] = (sums[offset] + sums[offset + 2]) + (
+                sums[offset + 1] + sums[offset + 3]
+            )
 
 
 @program()
@@ -300,10 +302,10 @@ def _descend_with_momentum(theta, slope, k, lr, numbers, moments, t):
     """Take step number t of `optimiser_rules.Momentum`."""
     at, real = place(k * len(slope)), theta.dtype.type
     size, beta, fresh = real(lr), real(numbers[0]), real(1.0 - numbers[1] if t > 0 else 1.0)
-    now, kept = real(numbers[3]), real(numbers[0] if numbers[3] > 0.0 else 1.0)
+    now, momentum = real(numbers[3]), real(numbers[0] if numbers[3] > 0.0 else 1.0)
     for j in range(len(slope)):
         mean = beta * moments[at + j] + fresh * slope[j]
-        theta[at + j] -= size * (now * slope[j] + kept * mean)
+        theta[at + j] -= size * (now * slope[j] + momentum * mean)
         moments[at + j] = mean
 
 
@@ -341,7 +343,7 @@ def _steps_of(real: str) -> Program:
         precision,
         shift,
         theta,
-        told,
+        losses_out,
         numbers,
         rates,
         moments,
@@ -423,7 +425,7 @@ def _steps_of(real: str) -> Program:
                 else:
                     _descend_as_adam(theta, gradient, k, lr, rates[row, 1], rates[row, 2], numbers, moments)
             for i in range(_ROWS):
-                told[k] += losses[i]
+                losses_out[k] += losses[i]
                 losses[i] = 0.0
 
     return program(signature)(take_steps)
@@ -453,16 +455,16 @@ def run(
         pull: (λ, h), `(K,)` and `(K, p, C)`, or None.
     """
     clients, parameters, classes = theta.shape
-    own, told = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(clients, dtype=torch.float64)
+    weights, losses = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(clients, dtype=torch.float64)
     nothing = x.new_empty(0)
     pulls = (nothing, nothing) if pull is None else (pull[0].to(x.dtype), pull[1].mT.to(x.dtype))
-    moments = own.new_zeros(moments_of(rule) * own.numel())
+    moments = weights.new_zeros(moments_of(rule) * weights.numel())
     answers = (nothing, y) if family == _CATEGORICAL else (y, y.new_empty(0, dtype=torch.int64))
     code, numbers = _encoded(rule)
     sizes = numpy.array([family, *x.shape[1:], parameters, classes, code, _HELD])
     before = sizes, *(_flat(part) for part in (x, *answers, total.long()))
     after = (
-        *(_flat(part) for part in (*pulls, own, told)),
+        *(_flat(part) for part in (*pulls, weights, losses)),
         numbers,
         rates_of(rule, lr, total).contiguous().numpy(),
         _flat(moments),
@@ -474,7 +476,7 @@ def run(
         call = lambda begin, end, now=now, at=first: take(*before, *now, *after, at, begin, end)
         in_threads(call, clients, len(size) * x.nbytes // max(clients, 1))
         first += len(size)
-    return own.mT, told
+    return weights.mT, losses
 
 
 def _encoded(rule: Momentum | Adam | None) -> tuple[int, numpy.ndarray]:
@@ -520,8 +522,8 @@ def glm_loop(
     pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
     tensors = (x, y, start, total, *(pulled or ()))
     if _known(family, tensors, theta.shape[2]):
-        theta, told = run(family.code, x, y, theta, runs(None), lr, total, pulled, rule)
-        return theta.reshape(start.shape), (told / total).to(start.dtype)
+        theta, losses = run(family.code, x, y, theta, runs(None), lr, total, pulled, rule)
+        return theta.reshape(start.shape), (losses / total).to(start.dtype)
     return _looped(family, x, y, start, runs(_RUN), lr, total, precision, shift, rule)
 
 
@@ -553,12 +555,12 @@ def _looped(
     rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
     width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
     theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)
-    told = start.new_zeros(len(start), dtype=torch.float64)
+    losses = start.new_zeros(len(start), dtype=torch.float64)
     pull = None if precision is None or shift is None else (precision[:, None, None], shift.reshape(theta.shape))
     moments = tuple(torch.zeros_like(theta) for _ in range(moments_of(rule)))
-    done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
+    done, ends = (torch.empty_like(theta), torch.empty_like(losses)), set(total.tolist())
     whole = rows[None], y[None]  # of the clients that are here, for steps that take all rows
-    client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None], moments)
+    client, here = torch.arange(len(start)), (theta, losses, pull, width * torch.arange(len(start))[:, None], moments)
     step = 0
     for place, size in runs:
         if step in ends:
@@ -591,7 +593,7 @@ def _run(
     first: int,
 ) -> None:
     """Take the steps of sizes `(S, K)` by the clients that are `here`, in place; rows are of each step, or of all."""
-    theta, told, pull, _, moments = here
+    theta, losses_sum, pull, _, moments = here
     steps, labels, share = len(size), family.code == CATEGORICAL.code, 1 / design.shape[2]
     inside = None
     if labels and bool((response == IGNORED).any()):
@@ -609,15 +611,15 @@ def _run(
     weight = (None,) * steps if weights is None else _of(steps, weights).unbind()
     less = theta.new_full((), -1.0).expand(wanted.shape[1:])
     keep, push = (None, None) if pull is None or rule is not None else (1 - lr * pull[0], lr * pull[1])
-    kept = []  # what losses are made of: linear predictors, or the log probabilities of labels
+    outputs = []  # what losses are made of: linear predictors, or the log probabilities of labels
     for number, (x, transposed, y, w) in enumerate(zip(*each, weight), first):
         predictor = x @ theta
         if labels:
             log = predictor.log_softmax(-1)
-            kept.append(log.gather(-1, y))
+            outputs.append(log.gather(-1, y))
             gap = log.exp_().scatter_add_(-1, y, less)
         else:
-            kept.append(predictor)
+            outputs.append(predictor)
             gap = family.misfit(predictor, y)
         if w is not None:
             gap *= w
@@ -628,12 +630,12 @@ def _run(
             continue
         slope = (transposed @ gap).mul_(share)
         rule.step(theta, slope if pull is None else slope.addcmul_(pull[0], theta).sub_(pull[1]), moments, number, lr)
-    logged = torch.stack(kept)
+    logged = torch.stack(outputs)
     losses = (-logged if labels else family.loss(logged, _of(steps, wanted), reduction="none"))[..., 0]
     if inside is None:
-        told += losses.mean(2).sum(0)
+        losses_sum += losses.mean(2).sum(0)
     else:  # 0 / 0 where all are left out, as in torch
-        told += (torch.where(inside, losses, 0.0).sum(2) / seen).sum(0)
+        losses_sum += (torch.where(inside, losses, 0.0).sum(2) / seen).sum(0)
 
 
 def _of(steps: int, part: Tensor) -> Tensor:

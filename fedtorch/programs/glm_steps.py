@@ -118,12 +118,12 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
     features = start.shape[1]
     words = x.element_size() // 4
     most, tiled = _RESIDENT // words**2, _TILE // x.element_size()
-    out, told = torch.empty_like(start, memory_format=torch.contiguous_format), start.new_empty(clients)
+    out, losses = torch.empty_like(start, memory_format=torch.contiguous_format), start.new_empty(clients)
     labels = family.code == CATEGORICAL.code
     pull = precision is not None and shift is not None
     tensors = (
         out,
-        told,
+        losses,
         x.contiguous(),
         (y.long() if labels else y.to(x.dtype)).contiguous(),
         count.contiguous(),
@@ -140,13 +140,13 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
         tile = {"IGNORED": IGNORED, "ROWS": 32, "FEATURES": max(across, 16), "CLASSES": 16}
         sizes = (longest, width, features, start.shape[2], steps, batch)
         launch(programs.categorical, clients, *tensors, *sizes, lr, **flags, **tile, warps=8)
-        return out, told
+        return out, losses
     resident = batches is None and power_of_two(longest) * across <= most
     rows = power_of_two(longest) if resident else max(tiled // across, 1)
     tile = {"FAMILY": family.code, "RESIDENT": resident, "ROWS": rows, "FEATURES": across}
     warps = 8 if resident and rows * across > tiled // words else 4
     launch(programs.linear, clients, *tensors, longest, width, features, steps, batch, lr, **flags, **tile, warps=warps)
-    return out, told
+    return out, losses
 
 
 def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
     x, y = torch.where(there[..., None], x, 0.0), torch.where(there, y, 0)
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1) if start.shape[1] > x.shape[2] else x
     labels = family.code == CATEGORICAL.code
-    theta, told = start.reshape(*start.shape[:2], -1), start.new_zeros(len(start))
+    theta, loss_sums = start.reshape(*start.shape[:2], -1), start.new_zeros(len(start))
     for t in range(steps):
         index = torch.where(there, rows, -1) if batches is None else batches[:, t]
         inside, place = index >= 0, index.clamp(min=0)
@@ -178,8 +178,8 @@ def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
         active = t < total
         theta = torch.where(active[:, None, None], theta - lr * gradient, theta)
         mean = torch.where(inside, losses, 0.0).sum(1) / (seen + empty)  # 0 / 0 where all are left out, as in torch
-        told = told + torch.where(active, mean / total.clamp(min=1), 0.0)
-    return theta.reshape(start.shape), told
+        loss_sums = loss_sums + torch.where(active, mean / total.clamp(min=1), 0.0)
+    return theta.reshape(start.shape), loss_sums
 
 
 def _check(

@@ -82,8 +82,8 @@ def write_factored(factor, multiple, vectors, values):
             size[j] += columns[j, k] * columns[j, k]
         size[j] = math.sqrt(size[j])
     order = numpy.argsort(-size)
-    top, found, beyond = size[order[0]] * up, min(units, count), 0.0
-    for r in range(found):
+    top, rank_used, beyond = size[order[0]] * up, min(units, count), 0.0
+    for r in range(rank_used):
         j = order[r]
         length = size[j] * up
         if not length * length > _EPSILON * top * top:  # rounding, as are those that follow
@@ -99,7 +99,7 @@ def write_factored(factor, multiple, vectors, values):
         values[r] = length * length
         for k in range(units):
             vectors[r, k] = columns[j, k] * scale
-    if found > rank:
+    if rank_used > rank:
         beyond /= float(max(units - rank, 1))
         for r in range(rank):
             values[r] = max(values[r] - beyond, 0.0)
@@ -262,9 +262,9 @@ def _chosen(numbers, count, wanted):
             while numbers[j] > pivot:
                 j -= 1
             if i <= j:
-                kept = numbers[i]
+                swapped = numbers[i]
                 numbers[i] = numbers[j]
-                numbers[j] = kept
+                numbers[j] = swapped
                 i += 1
                 j -= 1
         if wanted <= j:
@@ -330,22 +330,22 @@ def usable(tensors: Sequence[Tensor]) -> bool:
 def factored(multiple: Tensor, factor: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return multiple, vectors and values of `LowRank.from_factor`; None where the factor is not finite."""
     vectors, values = factor.new_zeros(rank, len(factor)), factor.new_zeros(rank)
-    found = write_factored(factor.numpy(), float(multiple), vectors.numpy(), values.numpy())
-    return None if math.isnan(found) else (multiple.new_tensor(found), vectors.mT, values)
+    scale = write_factored(factor.numpy(), float(multiple), vectors.numpy(), values.numpy())
+    return None if math.isnan(scale) else (multiple.new_tensor(scale), vectors.mT, values)
 
 
 def priors(
-    told: Sequence[Tensor], heard: Tensor | None, pooling: float, prior: Sequence[Tensor]
+    summary: Sequence[Tensor], heard: Tensor | None, pooling: float, prior: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, d)`.
 
     Args:
-        told: residuals and degrees of freedom, `(K,)`.
+        summary: residuals and degrees of freedom, `(K,)`.
         heard: `(K,)` bool, which devices have been heard; None if that does not matter.
         pooling: degrees of freedom of all devices' noise in that of each.
         prior: precisions and shifts of those of which all is known.
     """
-    residual, freedom = (tensor.contiguous() for tensor in told)
+    residual, freedom = (tensor.contiguous() for tensor in summary)
     variance = torch.empty_like(residual)
     precision, shift = (tensor.clone(memory_format=torch.contiguous_format) for tensor in prior)
     known = torch.empty(0, dtype=torch.bool) if heard is None else heard.contiguous()
@@ -369,7 +369,7 @@ def renewed(
     server: Sequence[Tensor],
     heard: Tensor,
     ids: Tensor,
-    told: Sequence[Tensor],
+    update: Sequence[Tensor],
     noise: Tensor | None,
     pooling: float,
 ) -> tuple[Tensor, ...]:
@@ -379,7 +379,7 @@ def renewed(
         server: Θ `(K, d)`, and the residuals, degrees of freedom and spreads `(K,)` of all devices.
         heard: which of them have been heard, `(K,)` bool.
         ids: that answered, `(M,)`.
-        told: their change of Θ `(M, d)`, residuals, degrees of freedom and spreads `(M,)`.
+        update: their change of Θ `(M, d)`, residuals, degrees of freedom and spreads `(M,)`.
         noise: variances `(K,)` if they are given.
         pooling: degrees of freedom of all devices' noise in that of each.
 
@@ -391,10 +391,10 @@ def renewed(
         IndexError: one that answered is not among the devices.
     """
     theta, heard = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (server[0], heard))
-    summary, fresh = torch.stack(tuple(server[1:])), torch.stack(tuple(told[1:]))
+    summary, fresh = torch.stack(tuple(server[1:])), torch.stack(tuple(update[1:]))
     known, numbers = torch.empty_like(theta), theta.new_empty(4)
     given = theta.new_empty(0) if noise is None else noise.contiguous()
-    read = (part.numpy() for part in (ids.contiguous(), told[0].contiguous(), fresh, given))
+    read = (part.numpy() for part in (ids.contiguous(), update[0].contiguous(), fresh, given))
     out = (theta, summary, heard, known, numbers)
     if not write_renewed(*read, pooling, *(part.numpy() for part in out)):
         raise IndexError(f"Expected numbers of {len(theta)} devices, but got {int(ids.min())} to {int(ids.max())}")

@@ -246,9 +246,9 @@ def _drawing(dtype: str, each: int) -> Callable[[Callable[..., Any]], Program]:
         @program()
         def of_lanes(lanes, argument, numbers):
             for i in range(_LANES):
-                found = numbers_of(lanes[i], lanes[_LANES + i], lanes[2 * _LANES + i], lanes[3 * _LANES + i], argument)
+                draws = numbers_of(lanes[i], lanes[_LANES + i], lanes[2 * _LANES + i], lanes[3 * _LANES + i], argument)
                 for part in range(each):
-                    numbers[part * _LANES + i] = found[part]
+                    numbers[part * _LANES + i] = draws[part]
 
         def draw(keys, argument, out):
             queries, count = out.shape

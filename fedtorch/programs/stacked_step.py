@@ -156,9 +156,9 @@ def adam(
 
 
 def _program(parameter: Tensor, *others: Tensor | None) -> Any:
-    kept = [other for other in others[1:] if other is not None]
-    contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in kept)
-    tensors = [tensor.detach() for tensor in (parameter, others[0], *kept) if tensor is not None]
+    rest = [other for other in others[1:] if other is not None]
+    contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in rest)
+    tensors = [tensor.detach() for tensor in (parameter, others[0], *rest) if tensor is not None]
     return triton_programs("fedtorch.programs.triton.stacked_step", tensors, FLOATS, fits=contiguous)
 
 
@@ -172,12 +172,12 @@ def _launch(
 ) -> None:
     parameter = tensors[0]
     rows, columns, across = _tiling(parameter)
-    own = [parameter, tensors[1].contiguous(), *tensors[2:]]
+    operands = [parameter, tensors[1].contiguous(), *tensors[2:]]
     absent = lambda tensor: parameter if tensor is None else tensor.to(parameter.dtype).contiguous()
     launch(
         kernel,
         across * -(-len(parameter) // rows),
-        *(tensor.detach() for tensor in own),
+        *(tensor.detach() for tensor in operands),
         clients.taken,
         *map(absent, (clients.precision, clients.shift, clients.share)),
         len(parameter),

@@ -144,19 +144,19 @@ def write_log_densities(values, inputs, noise, rows, columns, root, shared, orig
 
 
 @program()
-def _inverted(size, matrix, kept):
+def _inverted(size, matrix, room):
     """Replace L below the diagonal by its inverse, whose diagonal is one."""
     for a in range(size):
         row = matrix[a * (a + 1) // 2 :]
         for b in range(a):
             for lane in range(_LANES):
-                kept[b, lane] = row[b, lane]
+                room[b, lane] = row[b, lane]
                 row[b, lane] = -row[b, lane]
         for b in range(a):
             for i in range(b + 1, a):
                 below = matrix[i * (i + 1) // 2 :]
                 for lane in range(_LANES):
-                    row[b, lane] -= kept[i, lane] * below[b, lane]
+                    row[b, lane] -= room[i, lane] * below[b, lane]
         for lane in range(_LANES):
             row[a, lane] = 1.0
 
@@ -205,9 +205,9 @@ def write_scores(
                     score[client, b, node + lane] = misfit[b, lane]
         for a in range(size):
             for b in range(a + 1):
-                found = total[a * (a + 1) // 2 + b].sum()
-                information[client, a, b] = found
-                information[client, b, a] = found
+                sum_of_weights = total[a * (a + 1) // 2 + b].sum()
+                information[client, a, b] = sum_of_weights
+                information[client, b, a] = sum_of_weights
 
 
 def _run(function: Program, model: VarianceComponents, *tensors: Tensor) -> None:

@@ -176,7 +176,9 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
                 f"payload of client {sender!r}: expected a number of rows up to {step.most}, but got {rows!r}"
             )
         like = tree.map(partial(_with_rows, rows), like)
-    return tree.map(lambda value, own: value.to(own.device), wire.decode(payload, like, client=sender), step.like)
+    return tree.map(
+        lambda value, example: value.to(example.device), wire.decode(payload, like, client=sender), step.like
+    )
 
 
 def _with_rows(rows: int, leaf: Tensor) -> Tensor:

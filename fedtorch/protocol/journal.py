@@ -115,8 +115,8 @@ class Journal:
         _check_active(steps, every)
         prefix, done = f"{self._next()}.", max(0, min(self._from - self._at, len(steps)))
         self._at += done
-        if kept := below(prefix, self._flat):
-            state.load_state_dict(kept)
+        if saved := below(prefix, self._flat):
+            state.load_state_dict(saved)
         else:
             self._keep(0, prefix, state.state_dict())
         for start in range(done, len(steps), every):

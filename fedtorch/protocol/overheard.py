@@ -39,9 +39,9 @@ def overheard(halves: Mapping[Any, Half], called: Mapping[Any, str], fields: lis
         fields: to which they are added.
     """
 
-    def note(own: Name, step: Send | Receive) -> Half:
+    def note(sender: Name, step: Send | Receive) -> Half:
         if isinstance(step, Send):
-            fields.extend(field for field in _of(step, called[own], called[step.to]) if field not in fields)
+            fields.extend(field for field in _of(step, called[sender], called[step.to]) if field not in fields)
         return (yield step)
 
     return {name: wrapped(half, partial(note, name)) for name, half in halves.items()}

@@ -133,7 +133,7 @@ class Kept(NamedTuple):
 
 def runs(folder: Path | str) -> list[Kept]:
     """Return the versions of each run in a folder of states, the run that has changed last at the end."""
-    found = []
+    stored = []
     for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
         if _RUN.fullmatch(each.name) and each.is_dir():
             stats = [each.stat()]
@@ -141,8 +141,8 @@ def runs(folder: Path | str) -> list[Kept]:
                 with suppress(FileNotFoundError):  # the node is at work
                     stats.append(path.stat())
             days = (time.time() - max(stat.st_mtime for stat in stats)) / 86_400
-            found.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
-    return sorted(found, key=lambda kept: -kept.days)
+            stored.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
+    return sorted(stored, key=lambda kept: -kept.days)
 
 
 def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> list[Kept]:

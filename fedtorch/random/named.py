@@ -30,14 +30,14 @@ def numbers(names: tuple[str, ...]) -> Tensor:
     """
     if names[-1:] == (str(len(names) - 1),) and all(map(str.__eq__, names, map(str, range(len(names))))):
         return torch.arange(len(names))
-    found = [_number(name) for name in names]
-    if len(set(found)) < len(found):
-        first, second = _alike(names, found)
+    numbers = [_number(name) for name in names]
+    if len(set(numbers)) < len(numbers):
+        first, second = _alike(names, numbers)
         raise ValueError(
             f"Expected clients whose draws differ, but {first!r} and {second!r} have the same number, "
             f"{_number(first)}; rename one of them"
         )
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _number(name: str) -> int:
@@ -48,10 +48,10 @@ def _number(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-def _alike(names: tuple[str, ...], found: list[int]) -> tuple[str, str]:
+def _alike(names: tuple[str, ...], numbers: list[int]) -> tuple[str, str]:
     """Return the first two names that have the same number."""
     known: dict[int, str] = {}
-    for name, number in zip(names, found):
+    for name, number in zip(names, numbers):
         if number in known:
             return known[number], name
         known[number] = name

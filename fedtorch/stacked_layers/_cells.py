@@ -146,12 +146,12 @@ def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Ten
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, hidden = (added.new_empty(*added.shape[:-1], size) for _ in range(2))
     before = h
-    for add, gate, kept, after in _steps(added, gates, hidden, outputs):
+    for add, gate, candidate, after in _steps(added, gates, hidden, outputs):
         product = torch.baddbmm(bias[:, None], before, w.mT)
         decisions, new = gate.split((2 * size, size), -1)
         torch.add(add[..., : 2 * size], product[..., : 2 * size], out=decisions).sigmoid_()
-        kept.copy_(product[..., 2 * size :])
-        torch.addcmul(add[..., 2 * size :], decisions[..., :size], kept, out=new)
+        candidate.copy_(product[..., 2 * size :])
+        torch.addcmul(add[..., 2 * size :], decisions[..., :size], candidate, out=new)
         _tanh(new, new)
         before = torch.lerp(new, before, decisions[..., size:], out=after)
     return outputs, gates, hidden
@@ -293,8 +293,8 @@ def _again(ctx: Any, by_parts: Callable[..., tuple[Tensor, ...]], *gradients: Te
     asked = [tensor for tensor, needed in zip(tensors, ctx.needs_input_grad) if needed]
     results = by_parts(*tensors, *ctx.plain)
     given = [_or_zeros(gradient, result) for gradient, result in zip(gradients, results)]
-    found = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(
+    results_again = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
+    return *(next(results_again) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(
         None for _ in ctx.plain
     )
 

@@ -50,12 +50,12 @@ def _bag(
             return rows.new_zeros(count, rows.shape[1]), None, None, None
         largest = torch.where(member.unsqueeze(-1), rows, -torch.inf).max(1).values
         return torch.where(member.any(1, keepdim=True), largest, 0.0), None, None, None
-    kept = torch.where(there.unsqueeze(-1), rows, 0.0)
+    weighted = torch.where(there.unsqueeze(-1), rows, 0.0)
     if per_sample_weights is not None:
-        kept = kept * per_sample_weights.unsqueeze(-1)
-    sums = torch.zeros(count, rows.shape[1], dtype=kept.dtype, device=kept.device).index_add(0, bag, kept)
+        weighted = weighted * per_sample_weights.unsqueeze(-1)
+    sums = torch.zeros(count, rows.shape[1], dtype=weighted.dtype, device=weighted.device).index_add(0, bag, weighted)
     if mode == _MEAN:
-        sizes = torch.zeros(count, dtype=torch.int64, device=kept.device).index_add(0, bag, there.long())
+        sizes = torch.zeros(count, dtype=torch.int64, device=weighted.device).index_add(0, bag, there.long())
         sums = sums / sizes.clamp(min=1).unsqueeze(-1)
     return sums, None, None, None
 

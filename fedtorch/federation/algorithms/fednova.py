@@ -1,8 +1,8 @@
 r"""FedNova: averages of normalised changes, where clients take different numbers of steps.
 
-Under FedAvg a client that takes more steps counts for more: its fixed point weighs the clients' gradients by their rows
-times their steps. Here a client sends its change per step, and the server takes their weighted mean as many times as
-the clients have taken steps on average:
+Under FedAvg a client that takes more steps counts for more: the fixed point weights the clients' gradients by their
+rows times their steps. Here a client sends its change per step, and the server multiplies their weighted mean by the
+clients' average number of steps:
 
 .. math::
     \theta \leftarrow \theta + \eta\, \Big(\sum_k p_k s_k\Big) \sum_k p_k \frac{\theta_k - \theta}{s_k}, \qquad
@@ -43,7 +43,7 @@ from fedtorch.tree import Tree
 
 @tells(LEARNS)
 class Message(NamedTuple):
-    """A client's message, and what the server receives of all."""
+    """A client's message, or the server's aggregate."""
 
     direction: Mean  # change of the parameters by unit of learning rate
     steps: Mean  # s_k
@@ -57,7 +57,7 @@ def fednova(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight
     and adaptive steps make θ_k − θ another multiple of the gradients than the sum of the learning rates.
 
     Args:
-        local: how a client works on its own problem, by steps.
+        local: solver of a client's own problem, by steps.
         lr: the server's step η.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 

@@ -1,4 +1,4 @@
-r"""What units' own parameters are like: the prior of a further unit's, learnt from sums over units.
+r"""The prior of a further unit's own parameters, learnt from sums over units.
 
 Units' vectors φ_m (amplitudes with their sign, means, logarithms of scale, noise and smoothing; `unit_vector`) are
 draws from one normal distribution, whose mean and covariance have the conjugate normal-inverse-Wishart prior that
@@ -58,11 +58,11 @@ def learnt(model: UnitModel, total: Tensor) -> UnitPrior:
     """Return the distribution of a further unit's vector, from the sum of the units' `moments` `(D + 1, D + 1)`.
 
     Args:
-        model: of one unit, whose parameters the vectors are made of; it counts as the one unit where the sum has none.
+        model: of one unit, with the parameters of the vectors; it counts as the one unit if the sum has none.
         total: the sum.
 
     Raises:
-        ValueError: moments of other parameters than those that the model trains.
+        ValueError: moments of other parameters than the model's trained ones.
     """
     alone = moments(model.unit_vector(model.unit_trained))
     if total.shape != alone.shape:

@@ -2,9 +2,9 @@ r"""Priors of the clients' deviations from the global parameter, as scale mixtur
 
 .. math:: \theta_{kj} \mid \theta_j \sim N(\theta_j, \lambda_{kj}^2 \tau_j^2)
 
-A prior says how λ is distributed and how w = 1/λ² is drawn given the deviation δ = θ_kj − θ_j and τ. Everything random
-in that draw has a fixed law, so the numbers for many sweeps are drawn in one block beforehand and a sweep is arithmetic
-on them: only additions, multiplications, divisions and roots, which round alike in every place.
+A prior defines the distribution of λ, and the draw of w = 1/λ² given the deviation δ = θ_kj − θ_j and τ. All random
+numbers in that draw have fixed distributions, so those of many sweeps are drawn in one block beforehand and a sweep is
+arithmetic on them: only additions, multiplications, divisions and roots, which round alike everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 
 __all__ = ["Deviation", "horseshoe", "laplace", "normal"]
+__dir__ = only(__all__)
 
 Noise = tuple[Tensor, ...]
 
@@ -30,8 +32,8 @@ class Deviation:
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.
         update: (w, auxiliary u, δ²/(2τ²), one sweep's random numbers) -> (w, u), all of one shape.
-        prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None where
-            nobody says it.
+        prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None if
+            undefined.
         half_cauchy: whether p(w, u) ∝ w^{−1/2} e^{−u (1 + w)}, as of the horseshoe: τ then moves with the λ of all
             sites, too, and chains mix faster.
 

@@ -15,7 +15,7 @@ Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 
 "A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
 operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`.
 
-Not differentiable. Programs know float64; Triton's up to 16 coefficients.
+Not differentiable. Programs support float64; Triton's up to 16 coefficients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedtorch.programs import choice, gibbs_sweeps as compiled
 from fedtorch.programs.launch import launch, power_of_two
 from fedtorch.random import philox
 
-MOST = 16  # coefficients that Triton's program knows
+MOST = 16  # most coefficients of Triton's program
 _TRITON = "fedtorch.programs.triton.gibbs_sweeps"
 _SIZE = 256  # numbers of a program's matrices
 
@@ -76,7 +76,7 @@ def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sw
     Args:
         rows: of K clients.
         prior: by C chains each.
-        chains: where they are; deviations are drawn first, so theirs are not looked at.
+        chains: their present state; deviations are drawn first, so their old values are not used.
         keys: `(K, C)`.
         sweeps: L, at least 1.
     """

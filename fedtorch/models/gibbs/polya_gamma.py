@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedtorch import random
 
-_CUT = 0.64  # where the two forms of the series meet
+_CUT = 0.64  # boundary between the two forms of the series
 _SERIES = 30  # terms after which the remaining ones are below 1e-300 at any x
 
 

@@ -1,4 +1,4 @@
-r"""The distribution of one response given its linear predictor: what model criticism asks of a likelihood.
+r"""Distributions of one response given its linear predictor, for model criticism.
 
 A likelihood itself only needs sums over a client's rows. Leaving out rows, calibration and replicated responses need
 the density, the mean and draws of each one, which a `Family` has.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch.models import counts
 
-_SMALL, _COUNTS = 30.0, 120  # rates whose counts are found one after the other, and how many of these
+_SMALL, _COUNTS = 30.0, 120  # small rates, whose counts are found one after the other, and the most of these counts
 
 
 class Family(NamedTuple):
@@ -49,7 +49,7 @@ class Ordered(NamedTuple):
     """
 
     levels: tuple[str, ...]
-    names: tuple[str, ...]  # of thresholds, and of the coefficients of x but the intercept: what tables show
+    names: tuple[str, ...]  # of thresholds, and of the coefficients of x except the intercept, as in tables
     shown: Tensor  # (q, d) these from the coefficients of the model
 
     @staticmethod
@@ -79,7 +79,7 @@ class Ordered(NamedTuple):
 
     @staticmethod
     def ascend(differences: Tensor) -> Tensor:
-        """Return whether thresholds ascend that are so much more than the first, `(..., C - 2)` -> `(...)`.
+        """Return whether thresholds with these differences to the first ascend, `(..., C - 2)` -> `(...)`.
 
         >>> Ordered.ascend(torch.tensor([[1.0, 2.0], [2.0, 1.0], [-1.0, 1.0]]))
         tensor([ True, False, False])
@@ -88,7 +88,7 @@ class Ordered(NamedTuple):
 
     @staticmethod
     def thresholds(levels: Sequence[str]) -> list[str]:
-        """Return the names of thresholds, each by the levels that it is between."""
+        """Return the names of thresholds, each by its two levels."""
         return [f"{below}|{above}" for below, above in itertools.pairwise(levels)]
 
 

@@ -2,8 +2,8 @@ r"""Priors of shared parameters: a normal density times factors of one coordinat
 
 Scales enter as logarithms. A `Hyperprior` is the prior of one such coordinate x: `log_normal` is a normal density of x,
 `non_informative` an exponential of x, which both are natural parameters; `half_cauchy` is a factor of another form,
-for which expectation propagation keeps a site. A scale is exp(x · power): power is ½ where x is the logarithm of a
-variance, and 1 where it is that of the scale itself.
+approximated by a site in expectation propagation. A scale is exp(x · power): power is ½ if x is the logarithm of a
+variance, and 1 if it is that of the scale itself.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
 penalized regression"; Gelman (2006), "Prior distributions for variance parameters in hierarchical models".
@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from fedtorch._lazy import only
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
 __all__ = ["half_cauchy", "log_normal", "non_informative"]
+__dir__ = only(__all__)
 
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side
 _SWEEPS = 20
-_WIDEST = 60.0  # of a factor on its own
+_WIDEST = 60.0  # of a factor alone
 
 
 class Hyperprior(NamedTuple):
@@ -66,7 +68,7 @@ class Prior(NamedTuple):
     tensor([0., 2.], dtype=torch.float64)
     """
 
-    normal: Natural  # its normal part, which may be improper
+    normal: Natural  # normal part, which may be improper
     factors: tuple[Factor, ...] = ()
 
     def replaced(self, normal: Natural) -> Prior:
@@ -79,7 +81,7 @@ class Prior(NamedTuple):
         around = torch.linspace(-_WIDEST, _WIDEST, 20_001, dtype=torch.float64)
         shifts, precisions = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
         for factor in self.factors:
-            x = around + torch.softmax(factor.log_density(around), 0) @ around  # where it is, whatever its scale
+            x = around + torch.softmax(factor.log_density(around), 0) @ around  # its location, for any scale
             weight = torch.softmax(factor.log_density(x), 0)
             mean = (weight * x).sum()
             precision = 1 / (weight * (x - mean).square()).sum()
@@ -151,12 +153,12 @@ def prior(mean: Tensor, covariance: Tensor, hyperpriors: Sequence[Hyperprior]) -
 def renewed(base: Natural, sites: Natural, factors: Sequence[Factor]) -> Natural:
     """Return the factors' sites after some sweeps of expectation propagation, `(F,)`.
 
-    A site whose cavity is no density, or whose renewal would make the product none, stays.
+    A site whose cavity is not a density, or whose update would make the product improper, stays.
 
     Args:
-        base: all of q but these sites.
-        sites: as they are, `(F,)`.
-        factors: what they stand for.
+        base: all of q except these sites.
+        sites: present sites, `(F,)`.
+        factors: the factors that they approximate.
 
     >>> import torch
     >>> base, none = Natural(torch.zeros(1).double(), torch.ones(1).double()), torch.zeros(1).double()

@@ -57,15 +57,15 @@ def linear(
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
         noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
-            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5). Variances
-            that devices know otherwise, such as eight schools' standard errors, are weights 1/σ_k² of their rows, with
+            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5). Otherwise
+            known variances, such as eight schools' standard errors, are weights 1/σ_k² of the devices' rows, with
             noise=1.0.
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
-        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are,
-            those of responses about the client's least squares fit.
+        statistics: (a block's rows, d) -> their sums, the only use of the rows; default: the plain sums over rows, for
+            responses about the client's least squares fit.
 
     Raises:
-        TypeError: variances of devices by their number, which a device's rows do not tell.
+        TypeError: variances by device number, which does not follow from a device's rows.
         ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
             device for which `noise` gives no positive variance.
     """
@@ -128,7 +128,7 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
     """Return new devices' posteriors from q(φ) and their own few rows: no other device takes part.
 
     Args:
-        model: that q(φ) was learnt with.
+        model: the model of q(φ).
         posterior: q(φ).
         data: a block of the new devices' rows, such as `data.stack([0, 1])`; a device may have none.
 
@@ -164,12 +164,12 @@ class _Data(NamedTuple):
     """The statistics of `K` devices' rows for the linear model."""
 
     rows: Reduced
-    log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
+    log_noise: Tensor  # (K,) if the noise is known, and 0 if it is learnt
     log_weights: Tensor  # (K,) Σ log w, where a row's variance is σ² / w
 
 
 def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
-    """Return the linear model, exactly: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) stand for all rows.
+    """Return the exact linear model: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) represent all rows.
 
     Args:
         data: the rows.
@@ -233,7 +233,7 @@ def _marginal(
 
 
 def _log_evidence(data: Reduced, log_noise: Tensor, variance: Tensor, deviance: Tensor) -> Tensor:
-    """Return the log evidence of all rows from log |M| + u'M⁻¹u of the d rows that stand for them."""
+    """Return the log evidence of all rows from log |M| + u'M⁻¹u of the d representative rows."""
     count, d = data.count[:, None], data.response.shape[1]
     rows = count * math.log(2 * math.pi) + (count - d) * log_noise + data.rest[:, None] / variance
     return -0.5 * (rows + deviance)

@@ -32,7 +32,7 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
 
     Args:
         problem: squared penalty.
-        tolerance: of `LinearProblem.optimality`, for `converged`; the factorisation decides how small it becomes.
+        tolerance: of `LinearProblem.optimality`, for `converged`; the factorisation determines its value.
     """
     from scipy.sparse import block_array, coo_matrix, diags
     from scipy.sparse.linalg import splu

@@ -34,7 +34,7 @@ class Penalty(NamedTuple):
 
 
 def _shrink(v: Tensor, t: Tensor) -> Tensor:
-    """Shorten by t what is longer than t, and make the rest exactly zero."""
+    """Shorten vectors longer than t by t, and set the rest to zero."""
     length = v.norm(dim=1)
     return v * torch.where(length > t, 1 - t / length, 0.0)[:, None]
 

@@ -2,14 +2,14 @@ r"""GTV minimisation of linear models: the problem that the solvers of this fold
 
 .. math:: f(w) = \sum_i \frac1{m_i} \|y_i - X_i w_i\|^2 + \alpha \sum_{\{i,j\} \in E} A_{ij} \phi(w_i - w_j)
 
-Of the rows only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i are kept. For the squared norm φ the
+Only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i of the rows are used. For the squared norm φ the
 minimisers are the solutions of Q w = b, where
 
 .. math:: (Q w)_i = Q_i w_i + \alpha \Big(d_i w_i - \sum_j A_{ij} w_j\Big).
 
-Q may be singular: f does not change along w_i = v for all i of a connected component when X_i v = 0 for all of them.
-Which v these are is found with all features brought to one size; of the solutions the one of least norm is meant in the
-units of the features as given. A feature that is zero everywhere has parameters zero.
+Q may be singular: f does not change along w_i = v for all i of a connected component if X_i v = 0 for all of them.
+These v are computed with all features scaled to one size; the returned solution has the least norm in the units of the
+given features. A feature that is zero everywhere has parameters zero.
 
 Features may have any units. All solvers stop by one criterion, which no units change: with S diagonal so that SQS has a
 unit diagonal, up to powers of two, it is ‖S(b − Qw)‖ relative to ‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖.
@@ -192,7 +192,7 @@ class LinearProblem:
     def null_space(self) -> tuple[Tensor, Tensor]:
         """Return directions along which f does not change: components `(Z,)` and orthonormal v `(Z, d)` of each.
 
-        They are w_i = v for all nodes i of a component, see `components`. Warns of features that depend on each other.
+        They are w_i = v for all nodes i of a component, see `components`. Linearly dependent features give a warning.
         """
         labels, count = self.components
         empty = SufficientStatistics(*(leaf.new_zeros(count, *leaf.shape[1:]) for leaf in self.statistics))
@@ -215,7 +215,7 @@ class LinearProblem:
 
     @cached_property
     def components(self) -> Components:
-        """Return the components of the network; where α is zero every node is one of its own."""
+        """Return the components of the network; with α = 0 every node is a component."""
         if self.alpha == 0:
             return Components(torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes)
         labels, count = self.network.components
@@ -243,9 +243,9 @@ def linear_problem(
 
     Args:
         data: a client per node, in the order of the network's nodes.
-        network: of these clients.
+        network: has the clients as nodes.
         alpha: strength α of the coupling.
-        dtype: in which the problem is solved; the sums over rows are in float64.
+        dtype: of the solution; the sums over rows are in float64.
         unlabelled: whether nodes may have no rows; theirs is L_i = 0, and they follow their neighbours.
 
     Raises:

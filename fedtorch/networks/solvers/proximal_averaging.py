@@ -35,14 +35,14 @@ def proximal_averaging(
 ) -> Solution:
     """Solve by Algorithm 5.3 (reference, because a server averages): one model for all nodes, biased.
 
-    `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, U bringing the features to one size,
-    which stays above zero: that is the bias. `converged` says that the parameters have come to rest.
+    `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, where U scales the features to one
+    size; it stays above zero because of the bias. `converged` means that the parameters no longer change.
 
     Args:
-        problem: whose losses are used; its network and α are not.
+        problem: provides the losses; its network and α are not used.
         rate: η.
-        rounds: at most so many, each an average.
-        tolerance: of the change of the parameters in a round, relative to them, features brought to one size.
+        rounds: most rounds, each with one average.
+        tolerance: of the parameters' relative change in a round, with features scaled to one size.
         watch: see `fedgd`.
 
     Raises:

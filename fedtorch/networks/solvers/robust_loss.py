@@ -10,7 +10,7 @@ every edge has in `admm`, and a node's step is a linear system that is factorise
     z_r &= \mathrm{prox}_{\ell / \kappa}(y_r - x_r' w_i + v_r), \qquad v_r \leftarrow y_r - x_r' w_i + v_r - z_r \\
     w_i &\leftarrow \arg\min_w \frac{\kappa}{2 m_i} \sum_r (y_r - x_r'w - z_r + v_r)^2 + \text{what edges add in ADMM}.
 
-κ begins as one over the mean absolute residual of the least squares fits of the nodes alone, and is balanced.
+κ starts as one over the mean absolute residual of the separate least squares fits of the nodes, and is balanced.
 
 Source: Jung, "Federated learning: from theory to practice", section 10.3, for the losses; Boyd et al. (2011),
 "Distributed optimization and statistical learning via ADMM", section 6.1 (least absolute deviations and Huber fitting).
@@ -46,15 +46,15 @@ def robust_loss(
     tolerance: float = 1e-8,
     watch: Watch | None = None,
 ) -> Solution:
-    """Minimise GTV with a robust loss (local: a node hears its neighbours and looks at its own rows).
+    """Minimise GTV with a robust loss (local: a node uses its neighbours' messages and its own rows).
 
     Args:
         data: rows (x `(d,)`, y `()`), a client per node.
-        network: of these clients.
+        network: has the clients as nodes.
         alpha: strength α of the coupling.
         loss: ℓ of the residuals: `norm1`, `huber(delta)`, `squared` or another.
         penalty: φ of neighbours' differences.
-        rounds: at most so many.
+        rounds: most rounds.
         tolerance: of the Karush–Kuhn–Tucker conditions' relative residual, checked every 20 rounds.
         watch: see `fedgd`.
 

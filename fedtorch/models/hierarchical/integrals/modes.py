@@ -18,12 +18,13 @@ from fedtorch.models.hierarchical._forms import Powers, monomials
 from fedtorch.models.hierarchical.integrals.exponential import ExponentialFamily, Rows
 
 _STEPS = 200
-_NEAR = 0.03  # sds of the normal approximation, a step that is not made: what integrates about the mode sees the rest
-_EXACT = 1e-9  # the same where nothing else does, in Laplace's method
+# a step below this many sds of the normal approximation is not taken: integration about the mode covers it
+_NEAR = 0.03
+_EXACT = 1e-9  # the same for Laplace's method, which does not
 _STILL = 0.3  # the same at the first mode, from which the others start
 _MOST = 5  # coefficients of whose columns all products of four are made
-_NUMBERS = 2**25  # of them, in all, about
-_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, whatever its sd before them
+_NUMBERS = 2**25  # most numbers in all, about
+_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, for any prior sd
 
 
 class White(NamedTuple):
@@ -103,7 +104,7 @@ class Problem(NamedTuple):
         if not size:  # nothing is uncertain
             nothing = prior.mean[..., :0]
             return Expansion(nothing, nothing, prior.root[..., :0, :])
-        # contiguous, for torch reads what was never written in the median of an expanded dimension
+        # contiguous, because torch's median of an expanded dimension reads uninitialised memory
         middle = White(*(part.contiguous().nanmedian(1, keepdim=True).values for part in prior))
         nowhere = torch.zeros_like(middle.mean[..., :size])
         start = self._newton(middle, self.expanded(middle, nowhere), _STILL)
