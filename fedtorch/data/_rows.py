@@ -1,11 +1,11 @@
-"""Rows of one field: some of them, and whether they are numbers; checks of how many and whose they are."""
+"""Rows of one field: selection, checks of numbers and of row counts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_ROWS = 2**16  # that are looked at together for NaN and Inf
+_ROWS = 2**16  # rows checked together for NaN and Inf
 _NOT_OF_NUMPY = (torch.bfloat16, torch.complex32)
 
 
@@ -22,7 +22,7 @@ def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
 
 
 def first_not_finite(leaf: Tensor) -> int | None:
-    """Return the first row with NaN or Inf, None if there is none."""
+    """Return the first row with NaN or Inf, None without any."""
     number = leaf.is_floating_point() or leaf.is_complex()
     if not number or bool(leaf.sum().isfinite()):  # no temporaries; sums of large numbers may overflow
         return None

@@ -26,9 +26,9 @@ def grouped(codes: Tensor, groups: int) -> Tensor:
 
 
 def _shuffled(codes: Tensor, sizes: Tensor, key: Tensor) -> Tensor:
-    """Return the rows class by class, each class of so many in random order, `(total,)`."""
+    """Return the rows class by class, each class in random order, `(total,)`."""
     order = random.permutation(key, len(codes))
-    small = torch.uint8 if len(sizes) <= 2**8 else torch.int32  # the fewer bytes, the more of them are in the cache
+    small = torch.uint8 if len(sizes) <= 2**8 else torch.int32  # smaller elements fit the cache better
     return order[grouped(codes.to(small)[order], len(sizes))]
 
 
@@ -58,7 +58,7 @@ def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) ->
 
 
 def take(codes: Tensor, alphas: Tensor, wanted: Tensor, key: Tensor) -> Tensor:
-    """Give each client as many rows as it wants, by Dirichlet proportions over the classes that have rows left.
+    """Give each client its number of rows, by Dirichlet proportions over the classes that have rows left.
 
     Args:
         codes: `(total,)` classes of the rows.
@@ -70,9 +70,10 @@ def take(codes: Tensor, alphas: Tensor, wanted: Tensor, key: Tensor) -> Tensor:
     left, shares = sizes.numpy().copy(), sizes.double().numpy() / len(codes)
     counts = numpy.zeros((len(wanted), len(sizes)), numpy.int64)
     turns = random.permutation(random.fold_in(key, 1), len(wanted))
-    turns = turns[alphas[turns].sort(stable=True).indices]  # those that want few classes find these not yet taken
+    # clients with few classes come first, while those have rows left
+    turns = turns[alphas[turns].sort(stable=True).indices]
     for client in turns.tolist():
-        # Logarithms of gamma numbers, for those of small shapes round to 0: Γ(a) = Γ(a + 1) U^(1/a).
+        # Logarithms of gamma numbers, because those of small shapes round to 0: Γ(a) = Γ(a + 1) U^(1/a).
         shape = float(alphas[client]) * shares
         log_share = numpy.log(generator.gamma(shape + 1)) + numpy.log1p(-generator.random(len(shape))) / shape
         while (lacking := int(wanted[client]) - counts[client].sum()) > 0:
@@ -128,7 +129,7 @@ def _level(counts: Tensor, minimum: int) -> Tensor:
 def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
     """Return the number of shards of each label, `clients · count` in all, by the divisor method of Webster.
 
-    Every label has one at least, and no more than there are clients (a client gets a label once) or rows.
+    Every label has at least one, and no more than there are clients (a client gets a label once) or rows.
     """
     labels, shards = len(sizes), clients * count
     if not 1 <= count <= labels:
@@ -158,9 +159,8 @@ def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
 def deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
     """Deal shards, `count` of different labels to every client: each shard's client, ordered by label.
 
-    A label with as many shards left as there are clients left must be taken; the others are drawn without
-    replacement, in proportion to the shards left. This never runs out: no label ever has more shards than
-    there are clients left.
+    A label with as many shards left as clients must be chosen; the others are drawn without replacement, in proportion
+    to their remaining shards. This never runs out: no label ever has more shards than there are clients left.
     """
     draws = random.exponential(key, (clients, len(shards)), torch.float64).numpy()
     left = shards.numpy().astype(numpy.float64)

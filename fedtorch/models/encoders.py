@@ -53,7 +53,7 @@ class Encoder(nn.Module):
             self.second = nn.Parameter(torch.zeros(outputs, hidden))
 
     def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Return weights of a stack with output zero, `(B, 1, ...)` each: equal for one key, different for keys `(B,)`."""
+        """Return weights of a stack with output zero, `(B, 1, ...)` each: equal for one key, different for `(B,)`."""
         shapes = {name: (batch, 1, *value.shape) for name, value in self.named_parameters()}
         weights = {name: torch.zeros(shape, dtype=dtype, device=key.device) for name, shape in shapes.items()}
         if self.hidden:

@@ -188,9 +188,7 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str, told: str | None = None) -> None:
-    """Raise `BadClients` with this message if any of the clients `(K,)` is bad; `told` is a version without rows'
-    values.
-    """
+    """Raise `BadClients` with this message if any client `(K,)` is bad; `told` is a version without rows' values."""
     if bool(bad.any()):
         raise BadClients(bad.nonzero()[:, 0], message, told)
 

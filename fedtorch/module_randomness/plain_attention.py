@@ -1,8 +1,8 @@
-"""Attention by plain operations, in all threads, for as long as any of them asks for it.
+"""Process-wide switch to plain attention, counted over threads.
 
-PyTorch keeps for the whole process which kernels of attention are allowed. Two threads that allow the plain one only,
-each for its own while, would bring back what they found, and whichever ends last would leave the process as it is
-within them. So they are counted: the first forbids the fused kernels, and the last one allows what was allowed before.
+PyTorch's choice of attention kernels is global to the process. If two threads switch to the plain kernel for
+overlapping periods, each would restore the setting that it found, and the last one would leave the process in the wrong
+state. So users are counted: the first forbids the fused kernels, and the last one restores the original setting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Allow what was allowed, if nobody else is within."""
+    """Restore the original setting if this was the last user."""
     global _count
     with _LOCK:
         _count -= 1

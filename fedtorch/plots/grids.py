@@ -25,8 +25,8 @@ def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     two they are the axes; with more the first two are, and a cell has the best of the settings that fall into it.
 
     Args:
-        grid: what `ft.grid` or `ft.tune` returns.
-        name: what the score is called.
+        grid: result of `ft.grid` or `ft.tune`.
+        name: name of the score.
 
     Example:
         >>> import torch, fedtorch as ft

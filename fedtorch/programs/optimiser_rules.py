@@ -42,7 +42,7 @@ class Adam(NamedTuple):
         theta.mul_(keep).addcdiv_(mean, (square.sqrt() / root).add_(self.eps), value=-size)
 
     def factors(self, numbers: Tensor, lr: float) -> Tensor:
-        """Return the size of steps `(T,)`, the root of the correction of squares and what is kept of θ, `(T, 3)`."""
+        """Return the step sizes `(T,)`, roots of the correction of squares and factors of θ, `(T, 3)`."""
         first, second = (1 - beta ** (numbers.double() + 1) for beta in self.betas)
         return torch.stack([lr / first, second.sqrt(), torch.full_like(first, 1 - lr * self.decay)], 1)
 

@@ -1,8 +1,8 @@
 """Draws and new keys of Philox-4x32-10 on the CPU: a block of four in each lane.
 
 Bound: integer arithmetic, about a hundred operations a block; for normal and exponential numbers a logarithm, and a
-sine and cosine. Loops over the formulas below become vector instructions, for there are no branches in them and no
-calls. A number's bits depend on its key and its place alone.
+sine and cosine. Loops over the formulas below become vector instructions, because they contain no branches and no
+calls. A number's bits depend on its key and its position alone.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the logarithm by the method and with the
 coefficients of FreeBSD's e_log.c, Sun Microsystems; Marsaglia and Tsang, "A simple method for generating gamma
@@ -233,11 +233,11 @@ def _words(lanes):
 
 
 def _drawing(dtype: str, each: int) -> Callable[[Callable[..., Any]], Program]:
-    """Return what makes, of a formula for the numbers of a block, the program that draws them.
+    """Return a factory that makes a drawing program from a formula for the numbers of a block.
 
     Args:
-        dtype: of the numbers, in numba's words.
-        each: how many are of a block, 2 or 4.
+        dtype: of the numbers, in numba's notation.
+        each: numbers per block, 2 or 4.
     """
 
     def made(formula: Callable[..., Any]) -> Program:
@@ -402,7 +402,7 @@ def draw(form: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, argum
         form: `BITS`, `INTEGERS`, `COINS`, `UNIFORM`, `NORMAL` or `EXPONENTIAL`.
         key: `(...)`.
         shape: of one key's numbers.
-        dtype: of the result; floating-point numbers of another width than float64 are made as float32.
+        dtype: of the result; floating-point numbers of another width than float64 are drawn as float32.
         argument: the threshold of coins, the digits of uniform numbers.
     """
     written = _WRITTEN.get(form) or (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -1,10 +1,10 @@
-r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
+r"""Numbers from keys: Philox-4x32-10 words and their transformations, in one pass.
 
 The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. Programs, in
 Triton for a CUDA device and by numba for the CPU, make a block of four words a lane in registers and write numbers
 only; words, integers, coins and uniform numbers are the same bits, normal, exponential and gamma numbers the same
-float64 formulas, equal to the last bit or two. A gamma number's lane proposes until one is accepted, so that nothing
-waits for the host.
+float64 formulas, equal up to the last bit or two. A gamma number's lane proposes until one is accepted, without waiting
+for the host.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
 "A simple method for generating gamma variables", ACM TOMS 26, 2000. Bound: integer arithmetic, about a hundred
@@ -48,7 +48,7 @@ WORD = 0xFFFFFFFF
 
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
-# Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
+# Small draws cost as much as a call of torch, and scalar tensors avoid wrapping numbers.
 _CLEAR = torch.tensor(WORD, device="cpu")
 _HALF = torch.tensor(32, device="cpu")
 _FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57  # factors of words 0 and 2
@@ -118,7 +118,7 @@ def block_words(key: Tensor, block: Tensor, attempt: int, purpose: int) -> Tenso
 
 
 def folded_singly(key: Tensor, data: Tensor | int) -> Tensor:
-    """Return `folded` of few keys by Python's own integers, which for them take a fifth of what arrays do."""
+    """Return `folded` of few keys by Python integers, five times as fast as arrays for them."""
     if isinstance(data, int):
         shape, keys, numbers = key.shape, key.reshape(-1).tolist(), [data] * key.numel()
     else:
@@ -138,8 +138,8 @@ def _folded_number(key: int, number: int) -> int:
     return ((b ^ 2**31) << 32 | a) - 2**63  # as a signed number
 
 
-BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
-_BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
+BLOCK = 2**16  # words drawn at a time, so that temporaries fit a cache of a megabyte
+_BOOST = WORD  # attempt whose words transform a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
 _SINGLY = 8  # new keys at most that are made one after the other
 

@@ -19,7 +19,7 @@ from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, ove
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does."""
+    """Compute `torch.nn.functional.linear`."""
     matrices = input.dim() > 0 and weight.dim() == 2 and not torch.is_autocast_enabled(weight.device.type)
     if matrices and belongs_to_clients(weight) and over_clients():
         return outside(_of_clients, input, weight, bias)

@@ -1,8 +1,8 @@
 """Max pooling of many clients on the CPU, with channels last in memory.
 
-Torch's loop over windows takes several channels at a time where they are last in memory, and else one number at a time,
-which takes four times as long. `torch.vmap` knows no other order in memory than the usual one. The derivative puts
-numbers to places, which is faster in the usual order.
+Torch's loop over windows processes several channels at a time if they are last in memory, and otherwise one number at a
+time, which is four times slower. `torch.vmap` supports only the usual memory order. The derivative scatters numbers,
+which is faster in the usual order.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def as_frame(frame: Any) -> pandas.DataFrame:
     """Return a frame as one of pandas.
 
     Raises:
-        TypeError: it is none, nor offers `__dataframe__`.
+        TypeError: it is not a frame and has no `__dataframe__`.
     """
-    import pandas as pd  # at first use, because it takes long to import
+    import pandas as pd  # imported at first use, because it is slow to import
 
     if isinstance(frame, pd.DataFrame):
         return frame
@@ -55,9 +55,9 @@ class Cells:
     Args:
         frame: of pandas, or with `__dataframe__`.
         group: the column of clients, if the frame has it.
-        site: whose frame it is, where it has no such column.
+        site: site of the frame, if it has no such column.
         missing: whether numbers may be missing (NaN).
-        shares: of factors that were imputed, column -> how much of each row counts as each level, `(n, levels)`.
+        shares: of imputed factors, column -> share of each level in each row, `(n, levels)`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Cells:
         return f" of client {self.site!r}" if self.site else ""
 
     def column(self, name: str) -> pandas.Series:
-        """Return a column as it is.
+        """Return a column unchanged.
 
         Raises:
             ValueError: the frame has none of that name, or several.
@@ -116,7 +116,7 @@ class Cells:
         """Return a column, or its logarithm, as float64 `(n,)`.
 
         Raises:
-            TypeError: it has no numbers.
+            TypeError: it is not numeric.
             ValueError: a cell is missing or infinite, or has no logarithm.
         """
         column = self.column(name)
@@ -139,7 +139,7 @@ class Cells:
         """Return a column as strings `(n,)`: whole numbers without a decimal point.
 
         Raises:
-            TypeError: it holds dates, times or complex numbers.
+            TypeError: it contains dates, times or complex numbers.
             ValueError: a cell is missing.
         """
         column = self.complete(name)
@@ -156,7 +156,7 @@ class Cells:
         """Return a column without missing cells.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: a column is missing.
         """
         column = self.column(name)
         empty = column.isna().to_numpy()

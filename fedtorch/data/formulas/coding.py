@@ -1,4 +1,4 @@
-"""Which columns of x the terms of a formula make, and what their coefficients are called.
+"""Columns of x from the terms of a formula, and the names of their coefficients.
 
 A factor of a term is coded by contrasts with its first level, `sex[T.male]`, where the formula has the term without it,
 and otherwise by all of its levels, `sex[male]`: the rule of patsy and formulaic, by which no column is a sum of others.
@@ -82,7 +82,7 @@ def _product(numbers: Sequence[int] | map[int]) -> int:
 
 
 def _codings(factors: list[Variable], used: set[_Subterm]) -> list[dict[Variable, bool]]:
-    """Return the codings that a term adds to what terms before it span, each: factor -> whether by all levels."""
+    """Return the codings that a term adds to the span of earlier terms, each: factor -> whether by all levels."""
     subsets = [
         frozenset((factor, False) for factor in subset)
         for size in range(len(factors) + 1)

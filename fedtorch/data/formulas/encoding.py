@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
-_SMALLEST, _LARGEST = 1e-100, 1e100  # sizes of numbers but 0; by others rows may overflow, and whether they do tells
+# sizes of nonzero numbers; others could make rows overflow, which would disclose their size
+_SMALLEST, _LARGEST = 1e-100, 1e100
 
 
 class Levels(NamedTuple):
     """The values of a factor, as strings."""
 
     names: tuple[str, ...]  # the first is the reference
-    other: str | None = None  # one of them, as which every other value counts
+    other: str | None = None  # one of them, which replaces every other value
 
 
 class Spline(NamedTuple):
@@ -52,15 +53,15 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """What rows must agree on: of columns by their names, of variables and coefficients by theirs."""
+    """The shared encoding of rows: of columns by their names, of variables and coefficients by theirs."""
 
     levels: Mapping[str, Levels] = field(default_factory=dict)  # by column: these columns are factors
     splines: Mapping[str, Spline] = field(default_factory=dict)  # by variable, "bs(sbp, 4)"
     polynomials: Mapping[str, Polynomial] = field(default_factory=dict)  # by variable, "poly(age, 2)"
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by variable, "center(age)" or "scale(age)"
     standard: Mapping[str, Scale] = field(default_factory=dict)  # by coefficient: columns of x within the fit
-    centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that stay in, in sds
-    response: Scale | None = None  # mean and sd of the response less its offsets; like `centres` for default priors
+    centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that are not subtracted, in sds
+    response: Scale | None = None  # mean and sd of the response minus its offsets; like `centres` for default priors
 
     def __post_init__(self) -> None:
         for part in (self.levels, self.splines, self.polynomials, self.scales, self.standard, self.centres):
@@ -91,7 +92,7 @@ class Encoding:
         """Read an encoding, all of which is checked.
 
         Raises:
-            ValueError: something else than an encoding; the message names the part and the entry.
+            ValueError: not an encoding; the message names the part and the entry.
         """
         try:
             parts = json.loads(text)

@@ -1,4 +1,4 @@
-"""Columns of x from the cells of a frame and an encoding: nothing but indicators, splines, polynomials and products.
+"""Columns of x from the cells of a frame and an encoding: indicators, splines, polynomials and products only.
 
 >>> import pandas
 >>> from fedtorch.data.formulas.coding import columns
@@ -80,7 +80,7 @@ def level_codes(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
     Raises:
         ValueError: a level that was not agreed on, which the message names.
     """
-    import pandas as pd  # at first use, because it takes long to import
+    import pandas as pd  # imported at first use, because it is slow to import
 
     codes, present = pd.factorize(cells.levels(column))
     number = {name: i for i, name in enumerate(levels.names)}
@@ -104,7 +104,7 @@ def splines(values: numpy.ndarray, spline: Spline) -> numpy.ndarray:
            [0.375, 0.375, 0.125],
            [0.   , 0.   , 1.   ]])
     """
-    from scipy.interpolate import BSpline  # at first use, because it takes long to import
+    from scipy.interpolate import BSpline  # imported at first use, because it is slow to import
 
     ends = DEGREE + 1
     knots = numpy.array([*[spline.lower] * ends, *spline.knots, *[spline.upper] * ends])

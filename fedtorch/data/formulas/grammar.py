@@ -27,7 +27,7 @@ class Quantity(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """A quantity, or a function of it, that makes one or more columns of x."""
+    """A quantity, or a function of it, with one or more columns of x."""
 
     quantity: Quantity
     function: str = ""  # "", "C", "bs", "poly", "center" or "scale"
