@@ -1,4 +1,4 @@
-"""Objects on a line of text, for `repr`: calls as they are written, with as many settings as there is room for.
+"""One-line text of objects for `repr`: calls as in code, with as many settings as fit.
 
 >>> from fedtorch._representation import call, one_line
 >>> call("fedavg", ["local"], {"mu": 0.0, "weight": len, "cohort": None}, most=9)
@@ -21,7 +21,7 @@ from fedtorch.history import headline
 
 _Class = TypeVar("_Class", bound=type)
 LONGEST = 120  # characters of a line
-_LEVELS = (99, 6, 4, 3, 2, 1, 0)  # how many settings of each call are tried
+_LEVELS = (99, 6, 4, 3, 2, 1, 0)  # numbers of settings per call that are tried
 _LONGEST_VALUE = 40
 
 
@@ -36,7 +36,7 @@ def one_line(text: Callable[[int], str], longest: int = LONGEST) -> str:
 
 
 def call(name: str, positional: Sequence[str], settings: Mapping[str, Any], most: int) -> str:
-    """Return a call as it is written, with at most so many of its settings; those that are None are left out."""
+    """Return a call as in code, with at most this many settings, without those that are None."""
     given = [f"{key}={value_text(value)}" for key, value in settings.items() if value is not None]
     return f"{name}({', '.join([*positional, *given[:most], *(['…'] if len(given) > most else [])])})"
 
@@ -55,8 +55,8 @@ def value_text(value: Any) -> str:
         return type(value).__name__
     name = getattr(value, "__name__", None)
     text = name.replace("<lambda>", "lambda") if isinstance(name, str) else repr(value)
-    numbers = "tensor(" in text or "array(" in text  # of a list or dict of them
-    short = len(text) <= _LONGEST_VALUE or getattr(value, "shows_no_rows", False)  # which is a line of shapes already
+    numbers = "tensor(" in text or "array(" in text  # a list or dict of them
+    short = len(text) <= _LONGEST_VALUE or getattr(value, "shows_no_rows", False)  # a line of shapes already
     plain = short and "\n" not in text and " object at 0x" not in text and not numbers
     return text if plain else f"{type(value).__name__}(…)"
 
@@ -91,7 +91,7 @@ def without_rows(kind: _Class) -> _Class:
 
 
 def method(settings: Mapping[str, Any], most: int) -> str:
-    """Return what an algorithm's or a solver's settings describe: `algorithm(solver(Module, …), …) | wrapper(…)`.
+    """Return the text of an algorithm's or a solver's settings: `algorithm(solver(Module, …), …) | wrapper(…)`.
 
     Example:
         >>> method({"algorithm": "fedavg", "mu": 0.0, "local.solver": "least_squares", "local.lr": 1.0}, most=9)
@@ -130,7 +130,7 @@ def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> 
 
 
 def below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose names begin with a prefix, without it."""
+    """Return the settings with a prefix in their names, without it."""
     return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
 
 

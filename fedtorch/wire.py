@@ -236,7 +236,7 @@ def builder(like: Tree, prefix: str = "") -> Callable[[Mapping[str, Tensor]], Tr
 
 
 def size(tree: Tree) -> int:
-    """Return the bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves, when nothing is sent."""
+    """Return the bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
     return size_of(layout(tree))
 
 

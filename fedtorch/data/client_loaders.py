@@ -116,7 +116,7 @@ def failed(row: int, what: str, error: Exception) -> BadClients:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device: tensors in lists, tuples and dicts, and objects with `to`, as Lightning moves them."""
+    """Return a batch on a device: tensors in lists, tuples and dicts, and objects with `to`, as by Lightning."""
     if device.type == "cpu":
         return batch
     from lightning.fabric.utilities.apply_func import move_data_to_device
