@@ -10,7 +10,8 @@ the cells given the mean:
     u \sim N(V \tau^{1/2} \textstyle\sum_i J_i (z_i - \mu), V), \quad
     V^{-1} = I + \tau^{1/2} \textstyle\sum_i J_i \, \tau^{1/2},
 
-with :math:`J_i = \Sigma_{oo}^{-1}`, zero where row i is missing. Rows with the same cells missing share their matrices.
+with :math:`J_i = \Sigma_{oo}^{-1}`, zero in the rows and columns of missing cells. Rows with the same missing cells
+share their matrices.
 
 Source: Schafer (1997), "Analysis of Incomplete Multivariate Data", section 5.4; Schafer and Yucel (2002),
 "Computational strategies for multivariate linear mixed-effects models with missing values", JCGS 11.

@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _LOCK = threading.Lock()
-_ENTERED: list[AbstractContextManager[None]] = []  # one for all
+_ENTERED: list[AbstractContextManager[None]] = []  # shared by all threads
 _count = 0
 
 
 def enter() -> None:
-    """Forbid the fused kernels until `leave` has been called as often as this.
+    """Forbid the fused kernels until every call of `enter` has been followed by one of `leave`.
 
     >>> import torch
     >>> enter(), torch.backends.cuda.flash_sdp_enabled(), leave(), torch.backends.cuda.flash_sdp_enabled()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @literal()
 def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["round", "bytes"] = "round") -> Figure:
-    """Draw the training loss and scores by round; of one run with the spread over clients, of several a line each.
+    """Draw training loss and scores by round; for one run with the spread over clients, for several one line each.
 
     Args:
         run: a `Run`, `Federation`, `History`, or table; or several of these by name, each of which may be a sequence of
@@ -113,7 +113,7 @@ def _compared(tables: Mapping[str, Sequence[pd.DataFrame]], name: str, against: 
 
 
 def _column_of(table: pd.DataFrame, name: str) -> str:
-    """Return the column of a metric that was validated, or of the name itself."""
+    """Return the column of a validated metric, or else the column of this name."""
     return f"val_{name}" if f"val_{name}" in table else name
 
 

@@ -1,4 +1,4 @@
-"""Send to other ranks and receive from them; of `ranks`."""
+"""Point-to-point messages between ranks, for `ranks`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 
 __all__ = ["logistic", "poisson"]
 
-_POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, per dimension, by dimension; two shells beyond
+# of the default inner rule, per dimension, by dimension; from three dimensions on two spheres
+_POINTS = {0: 1, 1: 7, 2: 7}
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
 _LONG = 300.0  # seconds of a round above which a warning is given
 _ROW = 60  # nanoseconds of a row at a node, about

@@ -105,9 +105,9 @@ class LayerRecorder:
     Args:
         layers: of the module.
         tensors: the module's tensors, which require gradients.
-        detached: the same numbers without.
-        zeros: added to the outputs of the layers' calls, by their numbers; a layer without, or with zeros of another
-            shape, is not recorded.
+        detached: the same tensors without gradients.
+        zeros: added to the outputs of the layers' calls, by layer index; a layer without zeros, or with zeros of
+            another shape, is not recorded.
 
     Attributes:
         inputs: of the recorded calls, by the layers' indices.
