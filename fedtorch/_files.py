@@ -3,7 +3,7 @@
 A file gets its name when all of it is on disk. It contains its SHA-256, so that damage, down to a single bit, raises a
 `ValueError` that names the file. Deliberate changes can include the digest, too.
 
-Files of sites and servers are their owner's alone, `private=True`, in folders that `private_folder` makes.
+Files of sites and servers are readable by their owner alone, `private=True`, in folders of `private_folder`.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 DIGITS = 64  # of a SHA-256 in hexadecimal
-_BLOCK = 2**20  # bytes that are read at once
+_BLOCK = 2**20  # bytes per read
 _LOG = logging.getLogger(__name__)
 _OPEN: set[Path] = set()  # folders that have been logged as readable by others
 
 
 @contextmanager
 def replacing(path: Path | str, *, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a file beside its place, which is forced to the disk at the end, and then takes its name.
+    """Open a temporary file beside the target, which is flushed to disk at the end and then renamed to it.
 
-    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it. The folder
-    is forced to the disk as well: afterwards a power cut does not bring the old file back.
+    A kill at any moment leaves the old file or the new one, complete, and at most a file `.<name>.*` beside it. The
+    folder is flushed as well: afterwards a power cut does not bring the old file back.
 
     Args:
         path: of the file.
@@ -74,7 +74,7 @@ def replace(path: Path | str, payload: bytes | memoryview, *, private: bool = Fa
 
 
 def _sync(folder: Path) -> None:
-    """Force the names of a folder to the disk, where folders can be opened."""
+    """Flush the names of a folder to disk, on systems where folders can be opened."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -135,8 +135,8 @@ def private_folder(folder: Path | str, *, log: bool = True) -> None:
 
 
 def private_lock(path: Path | str, timeout: float = -1.0) -> FileLock:
-    """Return a lock of processes of one user; `timeout` in seconds, below 0 without end."""
-    from filelock import FileLock  # here, for importing it takes long, and few runs need it
+    """Return a lock between processes of one user; `timeout` in seconds, negative for no limit."""
+    from filelock import FileLock  # imported here, because it is slow to import and few runs need it
 
     return FileLock(path, timeout=timeout, mode=0o600)
 
@@ -159,7 +159,7 @@ def digest_fits(file: BinaryIO, place: int) -> bool:
 
 
 def write_json(path: Path | str, content: Mapping[str, Any], *, private: bool = True) -> None:
-    """Write a dict of JSON and its SHA-256, whole, as lines that people can read."""
+    """Write a dict as JSON with its SHA-256, in readable lines; the file gets its name when complete."""
     replace(path, _json(content), private=private)
 
 

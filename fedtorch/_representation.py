@@ -62,7 +62,7 @@ def value_text(value: Any) -> str:
 
 
 def without_rows(kind: _Class) -> _Class:
-    """Decorate a `NamedTuple` of rows: its `repr` is a line that a log may have, of shapes and no numbers.
+    """Decorate a `NamedTuple` of rows: its `repr` is a line of shapes without numbers, fit for logs.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ def method(settings: Mapping[str, Any], most: int) -> str:
 
 
 def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> str:
-    """Return a run on a line: its method, how many take part, rounds done, bytes sent, and the last loss.
+    """Return a run in one line: its method, numbers of clients and finished rounds, bytes sent, and the last loss.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -135,7 +135,7 @@ def below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes as people write it.
+    """Return a number of bytes with a unit.
 
     Example:
         >>> [bytes_text(count) for count in (12, 3456, 7_890_000_000)]

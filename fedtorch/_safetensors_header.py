@@ -1,4 +1,4 @@
-"""The header of a safetensors payload: made from the fields that are expected, and compared with them when it arrives.
+"""The header of a safetensors payload: built from the expected fields, and compared with them on arrival.
 
 Headers are untrusted: one that differs from the expected header is refused.
 
@@ -55,7 +55,7 @@ _REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
 
 
 class Field(NamedTuple):
-    """A leaf as the header describes it."""
+    """A leaf's entry in the header."""
 
     name: str
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Field(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of its numbers."""
+        """Return the number of bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -231,7 +231,7 @@ def check_header(opened: Opened, fields: Sequence[Field], refuse: Refuse) -> Non
 
 
 def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:
-    """Return the place of a field in the data, by a header's entry that is otherwise as expected."""
+    """Return the position of a field in the data, by a header entry that is otherwise as expected."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("dtype, shape and data_offsets", _short(entry), field.name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -252,7 +252,7 @@ def _is_integers(value: JSON) -> bool:
 
 
 def _short(value: JSON) -> str:
-    """Return a value of the sender for a message: escaped, and never long or deep."""
+    """Return a sender's value for a message: escaped, and limited in length and depth."""
     return _REPR.repr(value)
 
 

@@ -28,9 +28,9 @@ aten = torch.ops.aten
 _VIEWS = tuple(getattr(aten, name).default for name in ("detach", "expand", "view", "_unsafe_view", "alias", "permute"))
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
-_WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
-_PAYS = 200  # steps of a shape take as long as to capture it
-_MANY = 1024  # shapes whose calls are counted
+_WARM = 3  # runs before a CUDA graph is recorded, in which libraries allocate memory
+_PAYS = 200  # steps of a shape after which a capture pays
+_MANY = 1024  # most shapes whose calls are counted
 _LOCK = threading.Lock()  # tracing has flags that all threads share
 
 
@@ -154,8 +154,8 @@ def capture(step: Step, *tensors: Tensor, exact: bool = False) -> Step:
 def _simplify(graph: GraphModule, exact: bool) -> None:
     """Remove operations without effect: views with the same shape, factors of one, repeated computations.
 
-    A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does;
-    not in an `exact` graph, for its last bits may be others.
+    A product that is returned transposed is computed in that order, so that its memory order is that of its parameter;
+    not in an `exact` graph, because its last bits may change.
     """
     called = (node for node in graph.graph.nodes if node.op == "call_function")
     nodes = [node for node in called if node.target is not operator.getitem]  # one of several results
@@ -184,7 +184,7 @@ def _simplify(graph: GraphModule, exact: bool) -> None:
 
 
 def _memory(node: Node) -> Node:
-    """Return the node whose memory a node has."""
+    """Return the node that owns a node's memory."""
     while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
@@ -211,7 +211,7 @@ def _reorder(graph: GraphModule, node: Node) -> None:
 def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
     """Return (`graph` of tensors of these shapes as a CUDA graph, None), or (`graph`, why it cannot be one).
 
-    A replay copies its tensors to where they were when it was recorded, and its results from there.
+    A replay copies its tensors to the recorded positions, and its results from there.
 
     Args:
         graph: a function of tensors, without an index.
@@ -238,7 +238,7 @@ def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
             record = torch.cuda.CUDAGraph()
             with torch.cuda.graph(record):
                 results = graph(*held)
-    except RuntimeError as error:  # an operation that waits for the host or takes memory cannot be recorded
+    except RuntimeError as error:  # an operation that synchronises or allocates memory cannot be recorded
         torch.cuda.synchronize()
         return graph, str(error).partition("\n")[0]
 

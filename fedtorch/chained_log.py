@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
-_PART = 2**14  # letters of a fact in a line, which become two bytes each at most
+_PART = 2**14  # letters of a fact per line, at most two bytes each
 REPAIRED = "repaired"  # event of an entry about a removed partial line
 CONTEXT = b"fedtorch log entry 1\n"  # signed with every entry, so that its signature fits nothing else
 _RESERVED = {"entry", "time", "previous", "signature"}
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     """A parsed line of a log."""
 
     line: int  # its number in the file
-    content: dict[str, Any]  # without the signature; empty where the line is no entry
+    content: dict[str, Any]  # without the signature; empty if the line is not an entry
     signed: bytes  # signed bytes, after `CONTEXT`
     signature: str
     digest: str  # of the whole line
@@ -87,7 +87,7 @@ class ChainedLog:
     ) -> None:
         self.path, self._sign, self._take, self._durable = Path(path).resolve(), sign, take, durable
         self.entries, self.head, self._size = 0, "", 0
-        files.private_folder(self.path.parent, log=False)  # a ledger may be of a simulation
+        files.private_folder(self.path.parent, log=False)  # a ledger may belong to a simulation
         self._lock = files.private_lock(f"{self.path}.lock")
         with self._lock:
             if not self.path.exists():
@@ -120,7 +120,7 @@ class ChainedLog:
             return self.entries
 
     def sync(self) -> None:
-        """Force everything that was appended to the disk."""
+        """Flush everything appended so far to disk."""
         with self.path.open("rb+") as file:
             os.fsync(file.fileno())
 
@@ -158,7 +158,8 @@ class ChainedLog:
         size = self.path.stat().st_size
         if size == self._size:
             return
-        start = self._size if self._take else max(self._size, size - 2 * LONGEST)  # the last whole line is in there
+        # which contains the last complete line
+        start = self._size if self._take else max(self._size, size - 2 * LONGEST)
         with self.path.open("rb") as file:
             file.seek(start)
             news = file.read()
@@ -196,7 +197,7 @@ class ChainedLog:
         self.entries, self.head = entry.number, entry.digest
 
     def _set_aside(self, rest: bytes) -> None:
-        """Move a last line that is not whole to a file beside the log."""
+        """Move an incomplete last line to a file beside the log."""
         aside = self.path.with_name(f"{self.path.name}.partial")
         aside.touch(0o600)
         with aside.open("ab") as file:
@@ -260,7 +261,7 @@ class Facts:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the log for this process, with its latest facts read; raise as `open` does."""
+        """Lock the log for this process, after reading its latest facts; raise as `open` does."""
         self.open()
         with ExitStack() as stack:
             if self._log is not None:
@@ -289,7 +290,7 @@ class Facts:
         if entry.number == 1 and content.get("event") != self._first["event"]:
             raise ValueError("it begins otherwise")
         if "part" in content:
-            self._part = self._part[: content["first"]] + content["part"]  # a kill may have left a part of another
+            self._part = self._part[: content["first"]] + content["part"]  # a kill may have left a part of another fact
             if len(self._part) == content["of"]:
                 self._know({**json.loads(self._part), "time": content["time"]})
         elif "event" not in content:
@@ -317,7 +318,7 @@ def entries_of(contents: Iterable[Any]) -> Iterator[Entry]:
 
 
 def read(path: Path | str) -> Iterator[Entry]:
-    """Yield the entries of a log one by one; a line that is none has an empty content."""
+    """Yield the entries of a log one by one; an invalid line has empty content."""
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(LONGEST + 1):
@@ -364,7 +365,7 @@ def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | No
 
 
 def is_partial(entry: Entry) -> bool:
-    """Return whether a line was only written in part, which the next writer mends."""
+    """Return whether a line is incomplete, which the next writer repairs."""
     return not entry.content and entry.signature == "partial"
 
 
@@ -389,7 +390,7 @@ def _now() -> str:
 
 
 def canonical(content: Any) -> bytes:
-    """Return the one way in which a value is written as JSON.
+    """Return a value's canonical JSON.
 
     >>> canonical({"b": 1, "a": [0.5, "ü"]})
     b'{"a":[0.5,"\\\\u00fc"],"b":1}'

@@ -48,17 +48,17 @@ ANYWAY = (
     "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
     "`fedtorch fit --anyway true`"
 )
-_LONGEST_HEADER = 10**8  # bytes, as of the library
-_DEEPEST = 4  # functions within functions that a description follows
+_LONGEST_HEADER = 10**8  # bytes, as in the library
+_DEEPEST = 4  # deepest nesting of functions in a description
 _LONGEST = 240  # characters of a description that are not abbreviated
 _PAIRS = "complex128"  # the name in the metadata of tensors that are pairs of real numbers
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file of `write` whose digest fits, or one of another program, which has none."""
+    """A safetensors file of `write` with a valid digest, or one of another program, without digest."""
 
-    file: Any  # safetensors' own, whose tensors are mapped
+    file: Any  # the library's own file, with memory-mapped tensors
     about: dict[str, Any]  # metadata written with the tensors
     checked: bool  # whether it has a digest
 
@@ -78,7 +78,7 @@ class TensorFile(NamedTuple):
 def write(
     path: Path | str, flat: Mapping[str, Tensor], about: Mapping[str, Any] | None = None, *, private: bool = False
 ) -> None:
-    """Write a safetensors file with its digest; a kill at any moment leaves the old file or the new one, whole.
+    """Write a safetensors file with its digest; a kill at any moment leaves the old file or the new one, complete.
 
     Tensors go to disk one by one, so that tensors mapped from another file need not fit into memory. Those of
     complex128, which the format lacks, are written as pairs of real numbers and listed in the metadata.
@@ -240,10 +240,10 @@ def _described(value: Any, depth: int) -> str:
 
 
 def _constants(function: Any) -> list[Any]:
-    """Return the numbers and texts in a function's code, but for its docstring."""
+    """Return the numbers and texts in a function's code, except its docstring."""
     code = function.__code__
     constants = [c for c in code.co_consts if isinstance(c, (int, float, str)) and c != function.__doc__]
-    # From Python 3.14 on small integers are part of the instructions.
+    # Since Python 3.14 small integers are part of the instructions.
     return constants + [each.arg for each in dis.get_instructions(code) if each.opname == "LOAD_SMALL_INT"]
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of Trainers: local files that are complete under their names, contain plain tensors, and are checked for
 damage.
 
-A file of `torch.save` is a ZIP archive, of which torch compares no checksum. `PlainCheckpointIO` writes the SHA-256 of
-the archive as its comment, which other readers pass over, and compares it before it reads.
+A file of `torch.save` is a ZIP archive whose checksums torch does not compare. `PlainCheckpointIO` writes the SHA-256
+of the archive as its comment, which other readers ignore, and compares it before reading.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
         self._private = private
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:
-        """Write a file; a kill at any moment leaves the old one or the new one, whole."""
+        """Write a file; a kill at any moment leaves the old one or the new one, complete."""
         if storage_options is not None:
             raise TypeError(f"Expected no storage_options, but got {storage_options!r}")
         local, buffer = _here(path), io.BytesIO()
@@ -74,7 +74,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
 
 
 def _check_whole(file: BinaryIO) -> None:
-    """Raise ValueError unless an archive fits its digest; one without a comment, of another writer, its checksums."""
+    """Raise ValueError unless an archive matches its digest; one of another writer, without a comment, its checksums."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - files.DIGITS - len(_COMMENT)))
     end = file.read()

@@ -59,7 +59,7 @@ class Whole:
 
     @functools.cached_property
     def numbers(self) -> list[int]:
-        """Return the numbers in flat order."""
+        """Return the numbers, flattened."""
         return _integers(self.like.reshape(-1, LIMBS).cpu())
 
 
@@ -211,7 +211,7 @@ def _checked(total: Tensor | None) -> Tensor:
 
 
 def _divide(numerator: int, denominator: int) -> float:
-    """Return the quotient, correctly rounded, as the division of integers is."""
+    """Return the correctly rounded quotient, by division of integers."""
     return numerator / denominator if numerator else 0.0
 
 

@@ -33,12 +33,12 @@ def _shuffled(codes: Tensor, sizes: Tensor, key: Tensor) -> Tensor:
 
 
 def _places(sizes: Tensor) -> Tensor:
-    """Return 0…n_c−1 of each class, one after another."""
+    """Return 0…n_c−1 for each class, concatenated."""
     return torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
 
 def ranks(codes: Tensor, key: Tensor) -> Tensor:
-    """Return the place of each row in a random order of the rows of its class, 0…n_c−1."""
+    """Return the position of each row in a random order of the rows of its class, 0…n_c−1."""
     sizes = codes.bincount()
     return torch.empty_like(codes).scatter_(0, _shuffled(codes, sizes, key), _places(sizes))
 
@@ -48,7 +48,7 @@ def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) ->
     sizes = codes.bincount()
     bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
     order = _shuffled(codes, sizes, random.fold_in(key, 1))
-    part = torch.empty(len(codes), dtype=torch.int32)  # half the bytes to write at random
+    part = torch.empty(len(codes), dtype=torch.int32)  # int32 halves the bytes of random writes
     start = 0
     for bound, size in zip(bounds, sizes.tolist()):
         at = (torch.arange(size).double() + 0.5) / size  # in (0, 1)
@@ -114,7 +114,7 @@ def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Ten
 
 
 def _level(counts: Tensor, minimum: int) -> Tensor:
-    """Return the sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
+    """Raise small clients' sizes to `minimum` and lower the largest to one level, so that the total stays the same."""
     total, raised = int(counts.sum()), counts.clamp(min=minimum)
     low, high = minimum, int(raised.max())  # the highest level at which the sizes fit into the total
     while low < high:
@@ -157,7 +157,7 @@ def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
 
 
 def deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
-    """Deal shards, `count` of different labels to every client: each shard's client, ordered by label.
+    """Deal shards, `count` of different labels to every client; return each shard's client, ordered by label.
 
     A label with as many shards left as clients must be chosen; the others are drawn without replacement, in proportion
     to their remaining shards. This never runs out: no label ever has more shards than there are clients left.

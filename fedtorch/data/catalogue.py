@@ -19,7 +19,7 @@ class File(NamedTuple):
     """
 
     name: str
-    sha256: tuple[str, ...]  # several where copies differ in their packing, the publisher's first
+    sha256: tuple[str, ...]  # several if copies differ in their packing, the publisher's first
     size: int  # bytes, of the publisher's
     url: str | None = None  # its public address; None if the publisher has none for this file alone
     note: str = ""  # how to obtain it otherwise

@@ -1,4 +1,4 @@
-"""The loaders of a block of clients, which stand where others have rows, and the passes over them."""
+"""The loaders of a block of clients, in place of rows, and the passes over them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClientLoaders(_Numbered):
     [tensor([1., 2.], dtype=torch.float64), tensor([3.], dtype=torch.float64)]
     """
 
-    source: Any  # the `FederatedLoaders`, of the class that each makes for its own blocks
+    source: Any  # the `FederatedLoaders`
 
     @property
     def batch(self) -> NoReturn:
@@ -54,7 +54,7 @@ class ClientLoaders(_Numbered):
         raise NoRows
 
     def steps(self, row: int) -> int:
-        """Return the batches of one pass over a client's loader, as far as its length is known."""
+        """Return the batches of one pass over a client's loader, if its length is known."""
         return self.source.steps(int(self.number[row]))
 
     @contextmanager
@@ -111,7 +111,7 @@ class Passes:
 
 
 def failed(row: int, what: str, error: Exception) -> BadClients:
-    """Return the error of a client that could not take part, in `row` of its block."""
+    """Return the error for a client that could not take part, in `row` of its block."""
     return BadClients(torch.tensor([row]), f"{what} {type(error).__name__}: {error}")
 
 

@@ -54,7 +54,7 @@ class ClientData(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """Return which rows are data, the others being padding, `(K, N)` bool."""
+        """Return which rows are data and not padding, `(K, N)` bool."""
         size = tree.leaves(self.batch)[0].shape[1]
         return torch.arange(size, device=self.count.device) < self.count[:, None]
 
@@ -155,7 +155,7 @@ class FederatedData:
 
     @property
     def device(self) -> torch.device:
-        """Return where the rows are."""
+        """Return the rows' device."""
         return tree.leaves(self.rows)[0].device
 
     def __len__(self) -> int:
@@ -277,7 +277,7 @@ class FederatedData:
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
         """Apply `function` to the tree of all rows, which it must keep in number and order.
 
-        Names of features and the design go, unless the first field is the same tensor as before.
+        Names of features and the design are dropped, unless the first field is the same tensor as before.
         """
         rows = function(self.rows)
         if tree.leaves(rows)[:1] == [] or tree.leaves(rows)[0] is not tree.leaves(self.rows)[0]:
@@ -289,7 +289,7 @@ class FederatedData:
         return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows), on_disk=False)
 
     def to_file(self, file: Path | str) -> None:
-        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
+        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file."""
         from fedtorch.data._row_files import write_rows
 
         numbered = self.names == tuple(map(str, range(len(self))))

@@ -317,7 +317,7 @@ def _made(
 
 
 def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
-    """Return the rows of one pass over a client's loader."""
+    """Return the number of rows of one pass over a client's loader."""
     if not isinstance(name, str):
         raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
     if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):

@@ -50,7 +50,7 @@ def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = No
 
 
 def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
-    """Return tensors of as many dimensions in one shape, filled up at their ends."""
+    """Pad tensors of as many dimensions to one shape, at their ends."""
     shape = [max(sizes) for sizes in zip(*(leaf.shape for leaf in leaves))]
     if all(list(leaf.shape) == shape for leaf in leaves):
         return leaves
@@ -61,7 +61,7 @@ def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
 
 
 def _filled(batch: Any, pad: Tree, mask: Mapping[Any, Any]) -> Tree:
-    """Return a batch as tensors, ragged lists filled up, with its masks."""
+    """Return a batch as tensors, with padded lists and their masks."""
     masks = {}
     for name, leaf in mask.items():
         value = _child(batch, leaf, "mask=")
@@ -90,7 +90,7 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
 
 
 def is_dense(leaf: Tensor) -> bool:
-    """Return whether a tensor is neither sparse nor nested, so that its numbers follow each other in memory."""
+    """Return whether a tensor is neither sparse nor nested."""
     return leaf.layout is torch.strided and not leaf.is_nested
 
 

@@ -38,7 +38,7 @@ def seeded_loader(loader: Any, seed: int) -> Iterator[Any]:
 
 
 class Draws:
-    """The draws of one client from the process's generators, which it has to itself inside of `with`.
+    """One client's random draws from the process's generators, which it uses alone inside of `with`.
 
     Args:
         seed: of torch's, NumPy's and Python's generators on the CPU.

@@ -224,7 +224,7 @@ def as_rows(value: Any) -> Tree:
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Return the tensors of a `TensorDataset`, or of subsets of one, without reading item by item."""
+    """Return the tensors of a `TensorDataset`, or of subsets of one, without reading single items."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
@@ -233,7 +233,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def _tuples(node: Any) -> Any:
-    """Return collated items with the lists, into which `default_collate` turns tuples, turned back."""
+    """Turn the lists that `default_collate` makes of tuples back into tuples."""
     if isinstance(node, dict):
         return {name: _tuples(child) for name, child in node.items()}
     if isinstance(node, list):

@@ -46,7 +46,7 @@ class Disclosure(NamedTuple):
         return "rows" if self.person is None else "persons"
 
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
-        """Raise `Refused` for a formula that reads other columns, and for a smaller minimum.
+        """Raise `Refused` for a formula with other columns, and for a smaller minimum.
 
         The columns of clients and persons are refused, even if listed: a declared level would disclose whether somebody
         of that name is present.
@@ -82,7 +82,7 @@ class AnswerLog:
         Raises:
             Refused: the earlier answer used another minimum.
         """
-        answer = json.loads(json.dumps(tell()))  # lists for tuples, as a file has them
+        answer = json.loads(json.dumps(tell()))  # turns tuples into lists, as a file does
         with self._facts.alone():
             if what not in self._answers:
                 self._facts.add({"what": what, "minimum": minimum, "answer": answer})
@@ -105,7 +105,7 @@ class AnswerLog:
             return self._answers.get(what, {"answer": None})["answer"] is not None
 
     def count(self, design: str, most: int) -> None:
-        """Count a design that rows are made by; raise `Refused` for one too many."""
+        """Count a design by which rows are made; raise `Refused` above the limit."""
         with self._facts.alone():
             if (name := _digest(design)) in self._designs:
                 return

@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 import numpy
 
-_HALVED = 6  # times, at most: bins are 64 at most
-_TAIL = 2  # widths over which rows that get exponentially fewer would be spread evenly, with the same mean
+_HALVED = 6  # most halvings: at most 64 bins
+_TAIL = 2  # widths of even spread with the same mean as an exponential tail
 
 
 class Histogram(NamedTuple):
@@ -52,7 +52,7 @@ class Histogram(NamedTuple):
 
 
 class _Halved(NamedTuple):
-    """Where a cell and its halves were halved, and the ends of the first that was."""
+    """Positions at which a cell and its halves were halved, and the ends of the first halved one."""
 
     ends: list[float]
     lower: float
@@ -62,7 +62,7 @@ class _Halved(NamedTuple):
 def histogram(values: numpy.ndarray, minimum: int, persons: numpy.ndarray | None = None) -> Histogram | None:
     """Return a site's histogram, None if it would have fewer than three bins, too few to estimate a scale.
 
-    Of two whole numbers beside each other, as of yes and no, two bins are enough.
+    Two adjacent whole numbers, such as 0 and 1 for a yes/no column, need only two bins.
 
     Args:
         values: of the rows `(N,)`.
@@ -100,18 +100,18 @@ def histogram(values: numpy.ndarray, minimum: int, persons: numpy.ndarray | None
 
 def _tail(count: int, width: float, beside: int, whole: bool) -> float:
     """Return the width of an outer bin, from the width and the rows of the bin beside it."""
-    if whole and width == 1:  # classes, of which the last is the last
+    if whole and width == 1:  # classes, which have no tail
         return 1.0
     return _TAIL * count / beside * width
 
 
 def behind(chosen: numpy.ndarray, persons: numpy.ndarray | None) -> int:
-    """Return how many rows are chosen, bool `(N,)`, or how many persons they are of."""
+    """Return the number of chosen rows, bool `(N,)`, or of their persons."""
     return int(chosen.sum()) if persons is None else len(numpy.unique(persons[chosen]))
 
 
 def _between(persons: numpy.ndarray | None) -> Callable[[int, int], int]:
-    """Return a function of two places that counts the rows between them, or the persons of these rows."""
+    """Return a function of two positions that counts the rows between them, or their persons."""
     if persons is None:
         return lambda first, last: last - first
     return functools.cache(lambda first, last: len(numpy.unique(persons[first:last])))
@@ -187,7 +187,7 @@ def quantiles(parts: Sequence[Histogram], probabilities: Sequence[float]) -> lis
     points = sorted({end for part in parts for end in part.ends})
     below = [numpy.interp(points, part.ends, numpy.cumsum([0, *part.counts])).tolist() for part in parts]
     total = [math.fsum(counts) for counts in zip(*below, strict=True)]
-    rising = [0, *(i for i in range(1, len(total)) if total[i] > total[i - 1])]  # no rows between two others
+    rising = [0, *(i for i in range(1, len(total)) if total[i] > total[i - 1])]  # no rows in between
     wanted = [probability * total[-1] for probability in probabilities]
     return numpy.interp(wanted, [total[i] for i in rising], [points[i] for i in rising]).tolist()
 

@@ -73,7 +73,7 @@ class Request(NamedTuple):
     formula: str
     minimum: int = 10  # least rows behind any number or name in an answer
     group: str = ""  # the column of clients
-    levels: Mapping[str, Sequence[Any]] = _NONE  # declared, by column, the reference first
+    levels: Mapping[str, Sequence[Any]] = _NONE  # declared levels by column, the reference first
     other: Mapping[str, str] = _NONE  # by column, the level that replaces rare levels
     bounds: Mapping[str, tuple[float, float]] = _NONE  # by column, the outer knots of splines
     scales: Mapping[str, tuple[float, float]] = _NONE  # declared means and sds, by column or "log(column)"
@@ -150,7 +150,7 @@ class SiteAnswers(NamedTuple):
     def spline(self, variable: Variable) -> Spline:
         """Return knots at quantiles of the sites' histograms, between declared bounds or their outer ends.
 
-        They are round numbers as means are.
+        Knots are round numbers, like means.
         """
         parts = self._histograms(variable.quantity)
         mean, squares = mean_and_squares(parts)
@@ -162,12 +162,12 @@ class SiteAnswers(NamedTuple):
         return spline_of_quantiles(variable, inner, lower, upper)
 
     def polynomial(self, variable: Variable, scale: Scale) -> Polynomial:
-        """Return polynomials that are orthogonal over the rows as the sites' histograms have them."""
+        """Return polynomials that are orthogonal over the rows of the sites' histograms."""
         sums = power_sums(self._histograms(variable.quantity), scale.mean, scale.sd, variable.number)
         return polynomial_of_sums(variable, scale, numpy.array(sums))
 
     def levels(self, column: str, other: str | None) -> Levels:
-        """Return the levels that any site names, and `other`.
+        """Return the levels that any site reports, and `other`.
 
         Raises:
             ValueError: there are fewer than two.
@@ -357,7 +357,7 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
 
 
 def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], known: SiteAnswers) -> Scale | None:
-    """Return the scale of a response less its offsets; None without a site's histogram, as where it does not vary.
+    """Return the scale of a response minus its offsets; None without a site's histogram, for example if it is constant.
 
     Its sd is the response's alone. A histogram of the difference would be a second one of the same rows, with offsets
     chosen by the server.

@@ -127,7 +127,7 @@ class Answers:
         return formula
 
     def _has(self, columns: Sequence[str]) -> None:
-        """Refuse a formula that reads a column that is not there."""
+        """Raise for a formula with a missing column."""
         names = list(self._cells.frame.columns)
         if absent := [column for column in columns if names.count(column) != 1]:
             raise Refused(
@@ -148,7 +148,7 @@ class Answers:
         return bins
 
     def _bins(self, column: str, minimum: int) -> Histogram | None:
-        """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""
+        """Return the histogram of a column; if few cells are missing, they count in the bin with most rows."""
         values, persons = self._numbers(Quantity(column)), self._persons
         missing = numpy.isnan(values)
         made = histogram(values[~missing], minimum, None if persons is None else persons[~missing])
@@ -159,7 +159,7 @@ class Answers:
         return made._replace(counts=tuple(counts))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
-        """Return the numbers of a quantity that are there."""
+        """Return the observed numbers of a quantity."""
         values = self._numbers(quantity)
         return values[~numpy.isnan(values)]
 
@@ -186,7 +186,7 @@ class Answers:
         return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
-        """Return the levels that enough rows have, or enough persons."""
+        """Return the levels with enough rows, or enough persons."""
         names, counts = self._names(column), Counter[str]()
         if self._persons is None:
             counts.update(names)
@@ -210,7 +210,7 @@ class Answers:
             )
 
     def _names(self, column: str) -> list[str]:
-        """Return the values of a factor that are there."""
+        """Return the observed values of a factor."""
         whole = Cells(self._cells.frame[[column]].dropna())
         return whole.levels(column).tolist()
 
@@ -219,7 +219,7 @@ _STEPS = {"describe": Answers.describe, "make": Answers.make}
 
 
 def _check_sizes(design: Design) -> None:
-    """Refuse a design whose centres and scales make large numbers together, of which rows may overflow.
+    """Refuse a design whose centres and scales together make numbers so large that rows may overflow.
 
     A design comes from the server. An overflow in rows would disclose the size of the largest value.
     """

@@ -1,4 +1,4 @@
-"""Real data sets, small enough to try things on.
+"""Small real data sets.
 
 `digits`, `breast_cancer` and `diabetes` ship inside scikit-learn. The others are files, which `fedtorch.data.cache`
 finds in `FEDTORCH_DATA_DIR` or downloads if their publisher offers them one by one; `fedtorch.data.catalogue` lists

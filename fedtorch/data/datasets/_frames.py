@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def read(name: str, filename: str, **options: Any) -> pandas.DataFrame:
     """Read a file of a data set by pandas."""
-    import pandas  # here, because few need it and it takes long to import
+    import pandas  # imported here, because it is slow to import and few runs need it
 
     return pandas.read_csv(locate(name, filename), **options)
 

@@ -32,7 +32,7 @@ def as_frame(frame: Any) -> pandas.DataFrame:
     if isinstance(frame, pd.DataFrame):
         return frame
     if hasattr(frame, "__dataframe__") and hasattr(pd.api, "interchange"):
-        with warnings.catch_warnings():  # pandas 3 deprecates the protocol that frames of others offer
+        with warnings.catch_warnings():  # pandas 3 deprecates the protocol of other libraries' frames
             warnings.filterwarnings("ignore", message="The Dataframe Interchange Protocol is deprecated")
             return pd.api.interchange.from_dataframe(frame)
     if hasattr(frame, "to_pandas"):
@@ -77,7 +77,7 @@ class Cells:
         return len(self.frame)
 
     def where(self, row: int | None = None) -> str:
-        """Return whose rows they are, for messages: " of client 'A'"."""
+        """Return the rows' owner for messages: " of client 'A'"."""
         if row is not None and self.group in self.frame.columns:
             return f" of client {level_name(self.frame[self.group].iloc[row])!r}"
         return f" of client {self.site!r}" if self.site else ""
@@ -126,7 +126,7 @@ class Cells:
                 f"write it as a factor, C({name})",
                 f"the site's column {name!r} has no numbers; convert it, or write it as a factor",
             )
-        values = numpy.array(column.to_numpy(dtype=numpy.float64, na_value=numpy.nan))  # a copy that can be written
+        values = numpy.array(column.to_numpy(dtype=numpy.float64, na_value=numpy.nan))  # a writable copy
         if not self.missing:
             self.complete(name)
         self.refuse(numpy.isinf(values), name, "finite numbers", values, "correct them")
@@ -182,7 +182,7 @@ class Cells:
 
 
 def level_name(value: Any) -> str:
-    """Return a value of a factor as a string, alike at sites that hold whole numbers as floats.
+    """Return a value of a factor as a string, the same at sites that store whole numbers as floats.
 
     >>> level_name(2.0), level_name(2), level_name(True), level_name("2")
     ('2', '2', 'True', '2')
@@ -205,7 +205,7 @@ def ordered_levels(names: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy as one of Python."""
+    """Convert a number of NumPy to one of Python."""
     return value.item() if isinstance(value, numpy.generic) else value
 
 

@@ -1,7 +1,8 @@
 """Columns of x from the terms of a formula, and the names of their coefficients.
 
-A factor of a term is coded by contrasts with its first level, `sex[T.male]`, where the formula has the term without it,
-and otherwise by all of its levels, `sex[male]`: the rule of patsy and formulaic, by which no column is a sum of others.
+A factor of a term is coded by contrasts with its first level, `sex[T.male]`, if the formula has the term without it,
+and otherwise by all of its levels, `sex[male]`: the rule of patsy and formulaic, which avoids linearly dependent
+columns.
 
 >>> from fedtorch.data.formulas.encoding import Levels
 >>> from fedtorch.data.formulas.parsing import parse
@@ -40,7 +41,7 @@ class Column(NamedTuple):
     term: int  # the number of its term
 
 
-_Subterm = frozenset[tuple[Variable, bool]]  # factors, and whether all of their levels are there
+_Subterm = frozenset[tuple[Variable, bool]]  # factors, and whether all of their levels occur
 
 
 def is_factor(variable: Variable, encoding: Encoding) -> bool:

@@ -1,4 +1,4 @@
-"""A formula with its encoding: rows from frames, names of coefficients, and back to the units of the columns.
+"""A formula with its encoding: rows from frames, names of coefficients, and conversion to the units of the columns.
 
 >>> import pandas
 >>> frame = pandas.DataFrame({"y": [1.0, 2, 4], "age": [40, 50, 60], "sex": ["f", "m", "f"], "clinic": ["A", "A", "B"]})
@@ -34,7 +34,7 @@ from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.requirements import rounded
 
-_FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
+_FAR = 30.0  # sds from 0 beyond which slopes uncorrelated with intercepts make no sense
 _SERIAL = ("formula", "group", "offset", "weights", "trials")
 _INSTEAD = (
     ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
@@ -134,7 +134,7 @@ class Design:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the columns of a frame that the design reads, that of clients left out: the response first."""
+        """Return the columns of a frame that the design reads, except that of clients: the response first."""
         more = [column for column in (self.offset, self.weights, self.trials) if column is not None]
         return tuple(dict.fromkeys([*self.parsed.columns, *more]))
 
@@ -168,7 +168,7 @@ class Design:
         return mean @ back.mT, back @ covariance @ back.mT
 
     def back(self) -> Tensor:
-        """Return the matrix `(d, d)` that takes coefficients to the units of the columns."""
+        """Return the matrix `(d, d)` that maps coefficients to the units of the columns."""
         matrix = torch.eye(len(self.columns), dtype=torch.float64)
         for j, name in enumerate(self.columns):
             if (scale := self.encoding.standard.get(name)) is not None:
@@ -217,7 +217,7 @@ class Design:
 
     @classmethod
     def from_json(cls, text: str) -> Design:
-        """Read a design, all of which is checked.
+        """Read and check a design.
 
         Raises:
             ValueError: not a design.
@@ -235,7 +235,7 @@ class Design:
 
     @classmethod
     def of_run(cls, path: Path | str) -> Design:
-        """Return the design that `run.save` wrote with a run.
+        """Return the design saved with a run by `run.save`.
 
         Raises:
             ValueError: no checkpoint of a run, or one without a design.

@@ -1,4 +1,4 @@
-"""Everything that rows of different clients must agree on before they are rows of one model.
+"""The shared encoding of different clients' rows for one model.
 
 An encoding is agreed once, from the rows of one place or by sums over many, and saved with the run: levels of factors,
 knots of splines, coefficients of polynomials, means and scales. It is data: `Encoding.from_json` checks all of it.
@@ -37,7 +37,7 @@ class Spline(NamedTuple):
 
 
 class Polynomial(NamedTuple):
-    """Polynomials in z = (value − mean) / sd that are orthogonal over the rows agreed on."""
+    """Polynomials in z = (value − mean) / sd that are orthogonal over the rows of the agreement."""
 
     mean: float
     sd: float
@@ -89,7 +89,7 @@ class Encoding:
 
     @classmethod
     def from_json(cls, text: str) -> Encoding:
-        """Read an encoding, all of which is checked.
+        """Read and check an encoding.
 
         Raises:
             ValueError: not an encoding; the message names the part and the entry.
@@ -137,7 +137,7 @@ def _check(good: bool, name: Any, wanted: str, got: Any = "") -> None:
 
 
 def _finite(*values: Any) -> bool:
-    """Return whether all values are numbers that are 0 or from _SMALLEST to _LARGEST in size."""
+    """Return whether all values are numbers, zero or from _SMALLEST to _LARGEST in size."""
     return all(
         isinstance(value, (int, float)) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) for value in values
     )

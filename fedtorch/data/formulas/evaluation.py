@@ -42,7 +42,7 @@ def design_matrix(columns: Sequence[Column], encoding: Encoding, cells: Cells) -
 
 
 def outside(variables: Sequence[Variable], encoding: Encoding, cells: Cells) -> list[str]:
-    """Return a line for each spline some values of which are beyond its bounds, and so count as the bound."""
+    """Describe, in one line each, the splines with values beyond their bounds, which count as the bound."""
     lines = []
     for variable in variables:
         if variable.function == "bs":
@@ -75,7 +75,7 @@ def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> Callable[
 
 
 def level_codes(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
-    """Return the number of each row's level, `(n,)`.
+    """Return the index of each row's level, `(n,)`.
 
     Raises:
         ValueError: a level that was not agreed on, which the message names.

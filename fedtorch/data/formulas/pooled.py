@@ -61,7 +61,7 @@ def pooled_design(
 
 
 def factors(formula: Formula, cells: Cells) -> set[str]:
-    """Return the columns of a formula that hold no numbers: text and categories."""
+    """Return the columns of a formula that are not numeric: text and categories."""
     return {column for column in formula.columns if not cells.numeric(column)}
 
 
@@ -133,7 +133,7 @@ def spline_of(variable: Variable, values: numpy.ndarray) -> Spline:
 
 
 def _response_scale(formula: Formula, cells: Cells, offset: str | None) -> Scale | None:
-    """Return mean and sd of a response less its offsets; None if it does not vary."""
+    """Return mean and sd of a response minus its offsets; None if it is constant."""
     values = cells.numbers(*formula.response)
     for quantity in (*formula.offset, *([] if offset is None else [Quantity(offset)])):
         values = values - cells.numbers(*quantity)

@@ -1,4 +1,4 @@
-"""Which numbers rows must agree on, and how they follow from counts, quantiles and sums.
+"""The shared numbers of an encoding, and their computation from counts, quantiles and sums.
 
 `requirements` lists the encoding that a formula needs. `pooled_design` computes all of it from the rows of one place.
 Without pooled rows the same functions use sums over clients: `scale_of_sums` for a mean and an sd, `polynomial_of_sums`
@@ -27,7 +27,7 @@ from fedtorch.data.formulas.encoding import Levels, Polynomial, Scale, Spline
 from fedtorch.data.formulas.evaluation import DEGREE
 from fedtorch.data.formulas.grammar import Formula, Quantity, Variable
 
-_MANY = 20  # levels that are whole numbers, from which on a column of objects is warned of
+_MANY = 20  # number of whole-number levels above which a column of objects gives a warning
 
 
 class Requirements(NamedTuple):
@@ -92,7 +92,7 @@ def unordered_response(formula: Formula, levels: Levels | None) -> None:
         levels: of its column; None for numbers.
     """
     among = any(variable.quantity.column == formula.response.column for variable in formula.variables)
-    if levels is not None and len(levels.names) > 2 and not among:  # a response among the terms is refused as that
+    if levels is not None and len(levels.names) > 2 and not among:  # a response among the terms has its own error
         raise ValueError(
             f"Expected a response of numbers or of two levels, but got {len(levels.names)} levels of "
             f"{formula.response.name!r}; choose one of them, as a column of True and False, or declare their order, "
@@ -101,7 +101,7 @@ def unordered_response(formula: Formula, levels: Levels | None) -> None:
 
 
 def knot_probabilities(df: int) -> list[float]:
-    """Return of which probabilities the quantiles are that are knots of a spline.
+    """Return the probabilities of the quantiles that are knots of a spline.
 
     >>> knot_probabilities(6)
     [0.25, 0.5, 0.75]

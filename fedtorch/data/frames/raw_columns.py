@@ -1,4 +1,4 @@
-"""The columns of a formula before the formula is applied, as numbers of which some may be missing, and back.
+"""Conversion between a formula's original columns and numbers, some of which may be missing.
 
 Missing cells are drawn on the scale of the columns, and splines, products and powers of a formula are computed from the
 completed column ("impute, then transform"). A column whose logarithm is in the formula is drawn as a logarithm. A
@@ -45,7 +45,7 @@ class _Column(NamedTuple):
     name: str
     log: bool
     levels: tuple[str, ...]  # of a factor
-    other: str | None  # the level that every other value counts as
+    other: str | None  # the level that replaces every other value
     whole: bool  # no cell of it may be missing
 
     @property
@@ -92,7 +92,7 @@ class RawColumns:
             start += len(column.names)
             if not column.levels:
                 made[column.name] = numpy.exp(part[:, 0]) if column.log else part[:, 0]
-            elif column is self._columns[-1]:  # a response, of two levels and observed
+            elif column is self._columns[-1]:  # a response, with two levels and observed
                 made[column.name] = numpy.array(column.levels, dtype=object)[part[:, 0].round().astype(numpy.int64)]
             else:
                 shares[column.name] = numpy.concatenate([1 - part.sum(1, keepdims=True), part], 1)
@@ -100,7 +100,8 @@ class RawColumns:
 
 
 def observed_values(frame: Any, columns: tuple[str, ...]) -> pandas.DataFrame:
-    """Return a frame whose missing cells have the observed values of their column, in turn: for its encoding alone.
+    """Return a frame with missing cells filled by observed values of their column, in turn, for computing its encoding
+    only.
 
     Means, sds and quantiles of a column are then practically those of its observed cells.
 

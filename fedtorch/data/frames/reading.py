@@ -186,7 +186,7 @@ def _complete_rows(
 
 
 def _by_client(rows: Tree, owners: pandas.Series) -> dict[str, Any]:
-    """Return rows, counts and names of clients, those in order of first appearance."""
+    """Return rows, counts and names of clients, in order of first appearance."""
     import pandas as pd  # imported at first use, because it is slow to import
 
     codes, values = pd.factorize(owners)
@@ -234,7 +234,7 @@ def _of_columns(
 
 
 def _instead(column: pandas.Series) -> str:
-    """Return the advice for a column that holds no numbers."""
+    """Return the advice for a column that is not numeric."""
     if any(isinstance(value, (list, tuple, numpy.ndarray)) for value in column):
         return "of lists, such as tokens, make data by from_loaders(loaders, pad=0), whose batches may differ in length"
     return "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"

@@ -94,7 +94,7 @@ class _Parts(NamedTuple):
 
 
 def shared_body(local: LocalSolver, heads: Algorithm, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """Build an averaged body under heads that another algorithm finds, in turn in every round.
+    """Build an averaged body under heads of another algorithm, trained in turn in every round.
 
     Args:
         local: solver of the body: of `ft.LinearHead(features, body, given=True)`, with `buffers="local"`.
