@@ -74,7 +74,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
 
 
 def _check_whole(file: BinaryIO) -> None:
-    """Raise ValueError unless an archive matches its digest; one of another writer, without a comment, its checksums."""
+    """Raise ValueError unless an archive matches its digest; one of another writer, without comment, its checksums."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - files.DIGITS - len(_COMMENT)))
     end = file.read()

@@ -36,7 +36,7 @@ _SHORT = 2.0  # seconds before progress is shown
 _BETWEEN = 10.0  # least seconds between two lines in a log; in a long run a tenth of the elapsed time
 _REFRESHED = 0.1  # seconds between two states of a bar
 _RECENT = 64  # steps used in the estimate of the remaining time
-_FEW = 3  # stretches between them, at least
+_FEW = 3  # least number of intervals between them
 _advised = False  # whether this process has logged the advice on threads
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether another progress is shown, or none may be
 
@@ -218,7 +218,8 @@ def tracked(
         shown: False shows nothing.
     """
     length = len(items) if total is None and isinstance(items, Sized) else total
-    progress = Progress(title, length, unit=unit, shown=shown)  # no context: an error outside would leave it open
+    # not a context manager: an error outside would leave it open
+    progress = Progress(title, length, unit=unit, shown=shown)
     try:
         for item in items:
             yield item

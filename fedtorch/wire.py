@@ -1,4 +1,4 @@
-"""The wire: trees as safetensors bytes with JSON metadata.
+"""Encoding of trees as safetensors bytes with JSON metadata.
 
 A payload is in the safetensors format: eight bytes with the header's length (little endian), the header (JSON: name,
 dtype, shape and position of every tensor), the numbers. Reading one executes no code. The permitted content is known
@@ -74,7 +74,7 @@ class PayloadError(ValueError):
 
 
 def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
-    """Return the safetensors bytes of a tree, the same for the same tree whatever the order of its keys.
+    """Return the safetensors bytes of a tree, which do not depend on the order of its keys.
 
     Args:
         tree: dense leaves on any device, views and shared memory included; `None` leaves no trace.
@@ -281,7 +281,7 @@ def to_bytes(leaf: Tensor) -> bytes:
 
 
 def as_bytes(leaf: Tensor) -> memoryview:
-    """Return the numbers of a leaf as bytes, in its own memory where they lie there as a payload has them."""
+    """Return the bytes of a leaf's numbers, as a view if they are stored as in a payload."""
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -54,7 +54,7 @@ class DrawingModules:
 
     @contextmanager
     def observed(self, key: Tensor) -> Iterator[KeyedRandomness]:
-        """Intercept everything inside, and find out which parts draw."""
+        """Intercept everything inside, and record which parts draw."""
         running: list[nn.Module] = []
         drawing: dict[nn.Module | None, None] = {}
 

@@ -1,4 +1,4 @@
-"""The draws of clients' modules, step by step: keys and numbers of many steps, calls and clients made in one call.
+"""Random draws of clients' modules, step by step, with keys and numbers of many steps, calls and clients made at once.
 
 A draw of few numbers costs as much as a call of NumPy. Element i of a draw depends on (key, i) only, so numbers drawn
 together equal those drawn one after the other.
@@ -30,7 +30,7 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.module_randomness.interception import AHEAD, KeyedRandomness
 
-_KEYS = 2**14  # made at a time, at most, unless a step has more
+_KEYS = 2**14  # most keys made at a time, unless a step has more
 _STEPS = 5  # number of steps whose keys are made at first; it doubles each time
 _NUMBERS = 2**17  # likewise, numbers in a call of clients one after the other
 
@@ -80,7 +80,7 @@ class _Made(NamedTuple):
 
 
 class Draws:
-    """Draw in one step for clients together, or for one after the other.
+    """Draws of one step, for clients together or one after the other.
 
     Args:
         keys: `(K,)`.

@@ -169,10 +169,10 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
 def autoencoder_code(
     data: FederatedData, key: Tensor, *, code: int = 2, hidden: int = 16, iterations: int = 200
 ) -> Tensor:
-    """Return the mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
+    """Return the mean code of each node's rows in an autoencoder trained on all rows, `(n, code)`.
 
     Rows are all fields side by side, standardised; encoder and decoder have one layer of `hidden` tanh units each, or
-    none with `hidden=0`, which is principal components. Trained by L-BFGS on the mean squared error.
+    none with `hidden=0`, which gives principal components. Trained by L-BFGS on the mean squared error.
 
     Args:
         data: the nodes' rows.

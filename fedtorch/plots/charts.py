@@ -1,6 +1,6 @@
-"""Charts as data: series over a horizontal axis, with the scale, the ticks and the words of both axes.
+"""Charts as data: series over a horizontal axis, with scale, ticks and labels of both axes.
 
-`fedtorch.plots` and `fedtorch.report` draw them alike.
+`fedtorch.plots` and `fedtorch.report` draw them in the same way.
 
 >>> import numpy as np
 >>> made: Chart = chart("Loss", "round", np.arange(1.0, 4.0), [Series("mean", np.array([0.3, 0.2, 0.1]))])

@@ -24,7 +24,7 @@ _LEVELS = 50  # of the darkness of edges
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
-    """Draw a network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
+    """Draw a network with nodes coloured by a number or a cluster each, and edges darker for larger weights.
 
     Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
     network positions (longitude, latitude). Without positions springs lay out the nodes, or, of many, averages over

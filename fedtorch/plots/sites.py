@@ -1,4 +1,4 @@
-"""Effects of sites: their intervals, how far they are drawn to the mean, and which are far from it for their size.
+"""Effects of sites: intervals, shrinkage to the mean, and unusual sites given their size.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -64,7 +64,7 @@ def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level
 
 @literal()
 def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
-    """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
+    """Draw each site's own estimate against its precision, with the limits of random variation.
 
     Inner limits contain 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the estimated
     spread between sites; the first of those outside are named. Arguments are those of `forest`.
@@ -123,7 +123,7 @@ def site_funnel(estimates: SiteEstimates, j: int) -> Chart | None:
 
 
 def _apart(labels: Sequence[Label]) -> list[Label]:
-    """Return the labels that do not lie over earlier ones."""
+    """Return the labels that do not overlap earlier ones."""
     reach = [max((getattr(one, side) for one in labels), default=0.0) for side in ("x", "y")]
     reach = [end - min((getattr(one, side) for one in labels), default=0.0) for end, side in zip(reach, ("x", "y"))]
     shown: list[Label] = []
@@ -134,7 +134,7 @@ def _apart(labels: Sequence[Label]) -> list[Label]:
 
 
 def _chosen(run: Run, coefficient: str | Sequence[str] | None, level: float) -> list[tuple[SiteEstimates, int]]:
-    """Return estimates and the numbers of the coefficients that are drawn."""
+    """Return estimates and the indices of the drawn coefficients."""
     estimates = site_estimates(run, level)
     if coefficient is None:
         return [(estimates, j) for j in range(min(_PANELS, len(estimates.coefficients)))]

@@ -1,4 +1,4 @@
-"""Operations that are worth a program: its formula, a torch reference, and a program by numba or in Triton.
+"""Operations with compiled programs: a formula, a torch reference, and a program by numba or in Triton each.
 
 A module here is an operation, and its function uses a program if there is one for the tensors' device and dtype
 (`fedtorch.programs.choice`). Those for the CPU are functions that numba compiles on their first call; those in Triton

@@ -122,7 +122,7 @@ def read(file: Path) -> bytes | None:
 
 
 def write(file: Path, data: bytes) -> None:
-    """Write data below its digest, under another name until all is written.
+    """Write data after its digest, under a temporary name until complete.
 
     Raises:
         OSError: there is no space, for example.

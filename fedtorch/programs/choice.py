@@ -1,4 +1,4 @@
-"""Choose the form of an operation: its Triton program on a CUDA device, its torch reference everywhere else.
+"""Choice of an operation's implementation: its Triton program on a CUDA device, its torch reference elsewhere.
 
 The environment variable `FEDTORCH_PROGRAMS` is read at every call:
 

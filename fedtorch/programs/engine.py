@@ -20,7 +20,7 @@ from fedtorch.programs import choice
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 1.0  # seconds before a message about the wait
-# No lock of the interpreter while a program runs; divisions as NumPy's. Neither fusing nor reordering of operations.
+# Programs release the interpreter's lock, and divide as NumPy does. No operations are fused or reordered.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
 
@@ -47,7 +47,7 @@ class Program:
         return self.compile()(*arguments)
 
     def usable(self, tensors: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
-        """Return whether it can run here, on such tensors.
+        """Return whether it can run here, on these tensors.
 
         Args:
             tensors: plain ones, see `choice.plain`.
@@ -90,7 +90,7 @@ class Program:
         return {**of_module, **{name: cell.cell_contents for name, cell in zip(code.co_freevars, cells)}}
 
     def _resolved(self) -> types.FunctionType:
-        """Return the function with the programs that it names as numba's functions.
+        """Return the function with programs in it replaced by numba's functions.
 
         Its name has a digest of its text: compiled code is linked by name, and functions from other processes' caches
         with the same name would replace each other.
@@ -124,7 +124,7 @@ def arrays(*tensors: Tensor) -> list[Any]:
     >>> arrays(torch.arange(2))
     [array([0, 1])]
     """
-    # To detach each would take a third of the time of a call for few numbers.
+    # Detaching each tensor would take a third of the time of a call for few numbers.
     return [(each.detach() if each.requires_grad else each).contiguous().numpy() for each in tensors]
 
 

@@ -124,7 +124,7 @@ def subtract(a, b, out):
 
 @program()
 def multiply(a, b, out, one, other):
-    """Write a · b; `one` and `other` are room."""
+    """Write a · b; `one` and `other` are scratch memory."""
     count, beyond = magnitude(a, one), magnitude(b, other)
     out[:] = 0
     for i in range(count):
@@ -215,7 +215,7 @@ def write_about(zeroth, first, second, centre, out):
 
 
 def usable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return write_limbs.usable(tensors, torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Sweeps of `fedtorch.models.gibbs.gibbs_sweeps` on the CPU, where the formulas are.
+"""Sweeps of `fedtorch.models.gibbs.gibbs_sweeps` on the CPU; the formulas are there.
 
 A lane is a problem, one chain of one client, and all sweeps of a tile of lanes are done before the next tile. A tile is
 always computed in full, so that a problem's bits do not depend on its neighbours.
@@ -35,8 +35,8 @@ from fedtorch.programs.threads import ENOUGH, in_threads
 _BOTH = 2 * LANES  # numbers of two blocks are drawn at a time
 
 
-# Arrays are flat, one group of lanes after another. A matrix has the vector b beside it, in rows of p + 1 groups, and
-# its upper triangle is used. A lane has four keys, for normal, gamma, and twice for exponential numbers.
+# Arrays are flat, one group of lanes after another. A matrix is stored with the vector b in rows of p + 1 groups, and
+# only its upper triangle is used. A lane has four keys, for normal, gamma, and two for exponential numbers.
 @program()
 def _keys(keys, lane, key):
     """Set the four keys of a lane, for both blocks."""

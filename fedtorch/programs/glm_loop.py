@@ -4,10 +4,10 @@ With the mean gradient g of a batch, and with λ and h as in `glm_steps`, the sl
 
 .. math:: s = g(\theta_k) + \lambda_k \theta_k - h_k,
 
-and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` do with s as the gradient; of
-plain SGD the part of λ and h first, which is the same.
+and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` with s as the gradient; plain SGD
+first takes the step of λ and h, which gives the same result.
 
-The program takes all steps of a client while its rows are in the cache. Without it a loop over steps has a few
+The program takes all steps of a client while its rows are in the cache. The reference is a loop over steps with a few
 products each. Bound: one read of the data, or 4 N d T operations a client.
 
 Rows are processed 64 at a time, a tile, transposed into columns, a run of 64 numbers for each feature, so that linear
@@ -528,7 +528,7 @@ def glm_loop(
 
 
 def _known(family: Family, tensors: Sequence[Tensor], classes: int) -> bool:
-    """Return whether the program takes these tensors, first of all x, y and the start."""
+    """Return whether the program supports these tensors, in particular x, y and the start."""
     x, y, start = tensors[:3]
     taking = _STEPS.get(x.dtype)
     if start.dtype != x.dtype or taking is None or not taking.usable(tensors):

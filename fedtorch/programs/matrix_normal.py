@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedtorch.programs.engine import program
 
-MOST = 64  # directions of a covariance; of more torch is faster
-FEW = 2**10  # numbers of a factor, of which the program finds singular values faster than LAPACK
+MOST = 64  # most directions of a covariance; torch is faster for more
+FEW = 2**10  # most numbers of a factor whose singular values the program finds faster than LAPACK
 _SMALLEST, _LARGEST, _EPSILON = 2.2250738585072014e-308, 1.7976931348623157e308, 2.0**-52
 _SWEEPS = 60
 
@@ -323,7 +323,7 @@ def write_renewed(ids, change, fresh, noise, pooling, theta, summary, heard, kno
 
 
 def usable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return write_majorised.usable(tensors, torch.float64)
 
 

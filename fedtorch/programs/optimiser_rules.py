@@ -1,4 +1,4 @@
-"""How optimisers of torch make steps of slopes, as values: for loops over steps, and for programs.
+"""Rules by which torch's optimisers turn slopes into steps, as values: for loops over steps, and for programs.
 
 Plain SGD, θ − η s, is None.
 """
@@ -51,7 +51,7 @@ Rule = Momentum | Adam
 
 
 def moments_of(rule: Rule | None) -> int:
-    """Return how many moments a rule keeps of every parameter."""
+    """Return the number of moments that a rule stores for every parameter."""
     return 0 if rule is None else 1 if isinstance(rule, Momentum) else 2
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch.programs.engine import Program, program
 
-DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
+DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which separates draws, new keys and proposals
 _LANES = 64
 _BOOST = 0xFFFFFFFF  # the attempt whose words raise a gamma number of small shape
 _WHOLE = numpy.uint64(0x4330000000000000)  # the bits of 2⁵²
@@ -34,7 +34,7 @@ _BIAS = numpy.uint64(1023)
 
 @program(inline=True)
 def philox(k0, k1, c0, c1, c2, c3):
-    """Return the four words of a counter's four, all uint32."""
+    """Return the four Philox words of four counter words, all uint32."""
     for _ in range(10):
         first = uint64(c0) * uint64(0xD2511F53)
         second = uint64(c2) * uint64(0xCD9E8D57)
@@ -170,7 +170,7 @@ def words_of(key, block, attempt, purpose):
 
 @program(inline=True)
 def new_key(key, number):
-    """Return the key that `random.fold_in` makes of a key and a number."""
+    """Return the key `random.fold_in(key, number)`."""
     w0, w1, _, _ = words_of(key, number, 0, FOLD)
     return joined(w1, w0)
 
@@ -391,7 +391,7 @@ _DRAWS = {
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return fold_keys.usable(tensors)
 
 

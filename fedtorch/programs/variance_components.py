@@ -16,8 +16,8 @@ multiplications and additions a node.
 Not differentiable by its program; if a gradient is needed the reference runs. The program supports float64 and up to 16
 dimensions.
 
-Nodes of a client go side by side, a lane each, through the factors of M = LDL', which are written nowhere else. A node
-that its lanes lack repeats the client's last one. Matrices are lower triangles, row by row.
+Nodes of a client are processed side by side, a lane each, through the factors of M = LDL', which are not stored
+elsewhere. Unused lanes repeat the client's last node. Matrices are lower triangles, row by row.
 """
 
 from __future__ import annotations

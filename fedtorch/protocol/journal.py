@@ -1,6 +1,6 @@
 """Journal of a node's finished steps of a protocol, from which all nodes can resume at a common point.
 
-A protocol that is to outlive cuts and kills is a function of a journal that makes the node's half:
+A protocol that survives broken connections and kills is a function of a journal that makes the node's half:
 
     def half(journal):
         rows = yield from journal.once(Holder(identifiers, "clinic").following("leader"))
@@ -39,7 +39,7 @@ EVERY = 100  # steps between two points
 
 
 class Stateful(Protocol):
-    """A thing that changes, whose state is flat tensors and can be put back bit by bit."""
+    """An object whose state is flat tensors and can be restored bit by bit."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the changing state, copied."""
@@ -51,7 +51,7 @@ class Stateful(Protocol):
 
 
 class Journal:
-    """The points that a node has passed, and its state there.
+    """A node's finished points, and its state at each.
 
     Args:
         folder: of states, with a subfolder for every run; None keeps them in memory, where they survive broken
@@ -72,7 +72,7 @@ class Journal:
             self.run, self.versions = run, Versions(None if self.folder is None else self.folder / run)
 
     def begin(self, point: int) -> None:
-        """Return to the beginning of the protocol, to go through it from a point on.
+        """Restart the protocol from its beginning, resuming at a stored point.
 
         Raises:
             ValueError: the node's state at that point is missing.
@@ -83,7 +83,7 @@ class Journal:
         self._from, self._before, self._at, self._part = point, point, FIRST, 0
 
     def once(self, half: Half) -> Half:
-        """Run a half whose result is a tensor, such as that of an alignment; where that is known, return it at once."""
+        """Run a half whose result is a tensor, such as that of an alignment; return a stored result at once."""
         name = self._next()
         if self._at < self._from:
             half.close()

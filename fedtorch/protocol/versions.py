@@ -100,7 +100,7 @@ class Versions:
         return self._held.get(version)
 
     def retain(self, versions: Collection[int]) -> None:
-        """Forget all but these and the first."""
+        """Delete all versions except these and the first."""
         for version in [v for v in self._held if v not in versions and v != FIRST]:
             del self._held[version]
         for version in self._on_disk().difference(versions):
@@ -122,7 +122,7 @@ class Versions:
 
 
 class Kept(NamedTuple):
-    """Describe the versions that a node keeps of a run."""
+    """A node's stored versions of a run."""
 
     run: str  # its identity
     over: bool  # whether it has ended; else its states are pending
@@ -131,7 +131,7 @@ class Kept(NamedTuple):
 
 
 def runs(folder: Path | str) -> list[Kept]:
-    """Return the versions of each run in a folder of states, the run that has changed last at the end."""
+    """Return the versions of each run in a folder of states, the most recently changed run last."""
     stored = []
     for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
         if _RUN.fullmatch(each.name) and each.is_dir():

@@ -5,8 +5,8 @@ clients. Keys of rounds, clients and purposes come from one seed by `fold_in`. T
 counter-based generator in `fedtorch.random.philox`: the same on any device, stacked or one by one, and torch's global
 generator is neither read nor moved.
 
-Element i of a draw depends on (key, i) only: drawing more leaves the first elements as they are, so padding a
-client's data or stacking it with others changes nothing.
+Element i of a draw depends on (key, i) only: a longer draw has the same first elements, so padding a client's data or
+stacking it with others changes nothing.
 
 >>> import torch
 >>> from fedtorch import random
@@ -300,9 +300,9 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
 
 
 def choice(key: Tensor, population: int, count: int) -> Tensor:
-    """Draw distinct integers from 0 to `population − 1`, every subset equally likely.
+    """Draw distinct integers from 0 to `population − 1`, every subset with equal probability.
 
-    A few of very many are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
+    For a few of very many they are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
 
     Returns:
         `(*key.shape, count)`, int64 in ascending order.

@@ -1,4 +1,4 @@
-"""Operations that `torch.vmap` cannot batch, batches wrongly or evaluates one client at a time, replaced in our steps.
+"""Replacements of operations that `torch.vmap` cannot batch, batches wrongly or evaluates one client at a time.
 
 `StackedOperations` is a mode around `vmap`. Inside it, all calls of these operations are replaced: in layers of
 `torch.nn`, subclasses of them, or functions. Outside of the mode torch is unchanged: no rule is registered with

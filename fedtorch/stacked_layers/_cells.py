@@ -343,7 +343,7 @@ for _operation in _SEQUENCES:
 
 
 def _tanh(values: Tensor, out: Tensor) -> Tensor:
-    """The tanh by way of the sigmoid, which torch evaluates ten times as fast; it rounds as a number near one."""
+    """Compute tanh by the sigmoid, which torch evaluates ten times as fast; rounding is that of a number near one."""
     return torch.mul(values, 2, out=out).sigmoid_().mul_(2).sub_(1)
 
 

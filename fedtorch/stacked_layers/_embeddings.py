@@ -1,6 +1,6 @@
-"""Embeddings whose padding has no gradient at any client, and bags of embeddings by their parts.
+"""Embeddings whose padding has no gradient at any client, and bags of embeddings by basic operations.
 
-The rule of `torch.vmap` for the derivative of an embedding honours `padding_idx` for the first client only.
+`torch.vmap`'s rule for the derivative of an embedding respects `padding_idx` for the first client only.
 """
 
 from __future__ import annotations

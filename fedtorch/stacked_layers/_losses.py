@@ -1,4 +1,4 @@
-"""Losses that `torch.vmap` refuses or evaluates one client at a time, by their parts."""
+"""Losses that `torch.vmap` refuses or evaluates one client at a time, by basic operations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 
 def _labels(target: Tensor) -> Tensor:
-    """Return classes as torch takes them of one client: int64 or uint8.
+    """Convert classes to torch's dtypes for one client: int64 or uint8.
 
     Raises:
         RuntimeError: they are of another integer dtype.
@@ -106,7 +106,7 @@ def _multilabel_margin_loss(input: Tensor, target: Tensor, reduction: int = 1) -
 
 
 def _reduced(losses: Tensor, reduction: int) -> Tensor:
-    """Return the losses, their mean or their sum, by torch's number of a reduction."""
+    """Reduce losses by torch's number of a reduction."""
     return losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses
 
 

@@ -1,4 +1,4 @@
-"""Operations by their parts, which `torch.vmap` batches."""
+"""Operations decomposed into basic ones, which `torch.vmap` batches."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
 
 
 def _unpool(dimensions: int, input: Tensor, indices: Tensor, output_size: Sequence[int], *_: Any) -> Tensor:
-    """Return planes with values at the places that pooling took them from, and zeros."""
+    """Return planes with values at the positions of their pooling, and zeros elsewhere."""
     values, places = input.flatten(-dimensions), indices.flatten(-dimensions)
     planes = values.new_zeros(*values.shape[:-1], math.prod(output_size)).scatter(-1, places, values)
     return planes.unflatten(-1, tuple(output_size))

@@ -92,7 +92,7 @@ class ResultFrame(pd.DataFrame):
 
 
 def _places(values: Mapping[str, Any]) -> int:
-    """Return how many digits behind the point two digits of the sd are, or three of the largest number without one."""
+    """Return the number of decimals for two digits of the sd, or three of the largest number without one."""
     sd = float(values["sd"]) if _is_number(values.get("sd")) else 0.0
     if not sd > 0:
         sizes = [abs(value) for name, value in values.items() if _is_number(value) and name not in (*_COUNTS, *_DIGITS)]

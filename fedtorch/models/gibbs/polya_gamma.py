@@ -44,7 +44,7 @@ def polya_gamma(key: Tensor, tilt: Tensor) -> Tensor:
         accepted = proposed & _series_accepts(x, u[4])
         result[left] = torch.where(accepted, x, 0.0)
         fresh = torch.zeros_like(beyond) if fresh is None else fresh
-        fresh[left] = proposed  # a truncated draw that failed is tried again on its side, a refused x from the start
+        fresh[left] = proposed  # a rejected truncated draw is repeated on its side, a rejected x from the start
         left, attempt = left[~accepted], attempt + 1
     return result.reshape(tilt.shape) / 4
 

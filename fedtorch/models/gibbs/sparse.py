@@ -89,7 +89,7 @@ class Global(NamedTuple):
     factors: Tensor  # (C, 2, p) common factors of every site's 1/λ² and 1/ν
 
     def quantities(self) -> dict[str, Tree]:
-        """Return the model's quantities by name: all but centre and factors, the moves that all sites have made."""
+        """Return the model's quantities by name: all except centre and factors, the common moves of all sites."""
         return {name: value for name, value in self._asdict().items() if name not in ("centre", "factors")}
 
 
@@ -204,7 +204,7 @@ def scaled(received: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> t
 
 
 def less_factors(received: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1/λ² and 1/ν less the factors of all sites."""
+    """Return 1/λ² and 1/ν without the common factors of all sites."""
     of_precision, of_auxiliary = received.factors.unbind(-2)
     return w.clamp_max(MOST_PRECISE) / of_precision, u / of_auxiliary
 
