@@ -3,8 +3,9 @@ r"""Draws of the scale τ_j together with the scales λ_kj of all sites, for dev
 With w_k = 1/λ_kj² and its auxiliary variable u_k, p(w, u) ∝ w^{-1/2} e^{-u (1 + w)}, and deviations δ_k = θ_kj − θ_j of
 M sites, t = 1/τ_j² is determined only up to the width of a gamma density from each of three directions:
 
-- all w_k and u_k held fixed, as in the plain sampler - λ_kj τ_j and u_k held fixed, so that w_k ∝ 1/t, with the prior
-  of the w_k given the u_k - λ_kj τ_j and u_k w_k held fixed, so that w_k ∝ 1/t and u_k ∝ t, with the prior of the u_k
+- all w_k and u_k held fixed, as in the plain sampler
+- λ_kj τ_j and u_k held fixed, so that w_k ∝ 1/t, with the prior of the w_k given the u_k
+- λ_kj τ_j and u_k w_k held fixed, so that w_k ∝ 1/t and u_k ∝ t, with the prior of the u_k
 
 .. math::
     p(t) \propto \frac{t^{(M + 1) / 2}}{1 + t} e^{-t \sum_k w_k \delta_k^2 / 2},\qquad

@@ -14,9 +14,9 @@ density of a site's rows is
 cause by cause within each row j. A sweep updates one row of θ_k after another by a Metropolis step:
 
 - the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s is random; the Fisher
-  information of a Laplace location is 1/b², so that the step fits the uncertainty of the row - with M = (I − θ_k)⁻¹,
-  det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j) - the residuals of the row change by
-  Y δ.
+  information of a Laplace location is 1/b², so that the step fits the uncertainty of the row
+- with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
+- the residuals of the row change by Y δ.
 
 Such steps hardly leave a site's local mode, in which two rows share the effects of one of them, so pairs of rows j, l
 are also rotated, as in independent component analysis. The rows u_j = (e_j − θ_j) / b_j of the whitening matrix go to
