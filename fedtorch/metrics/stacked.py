@@ -181,9 +181,9 @@ def calibration_error(bins: int = 15) -> StackedMetric:
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|
         = \frac{1}{n} \sum_b \Big|\sum_{i \in b} (\mathrm{hit}_i - p_i)\Big|
 
-    with bins of equal width over the confidences :math:`p_i`: a client sends only the sums of :math:`\mathrm{hit}_i -
-    p_i` per bin. As in torchmetrics, a bin contains its left end and a confidence of exactly one has its own bin.
-    Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
+    with bins of equal width over the confidences :math:`p_i`: a client sends only the sums of
+    :math:`\mathrm{hit}_i - p_i` per bin. As in torchmetrics, a bin contains its left end and a confidence of exactly
+    one has its own bin. Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
 
     Args:
         bins: number of bins.

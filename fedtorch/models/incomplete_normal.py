@@ -1,9 +1,9 @@
 r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given the observed
 ones.
 
-Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :math:`\mu_k \sim N(\mu,
-\mathrm{diag}(\tau))`; τ = 0 gives all sites one mean. A site draws its mean with its missing cells integrated out, then
-the cells given the mean:
+Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by
+:math:`\mu_k \sim N(\mu, \mathrm{diag}(\tau))`; τ = 0 gives all sites one mean. A site draws its mean with its missing
+cells integrated out, then the cells given the mean:
 
 .. math::
     \mu_k = \mu + \tau^{1/2} u, \quad

@@ -1,8 +1,9 @@
 r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theory to practice", section 7.3).
 
-Most methods have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i
-- z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to `Network.k_nearest`, which never forms
-all pairs; `distances` forms them, for `learning.regular` and `learning.edge_budget`.
+Most methods have two steps: a vector z_i that represents the data set of node i, and the distance
+:math:`D(i, j) = |z_i - z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to
+`Network.k_nearest`, which never forms all pairs; `distances` forms them, for `learning.regular` and
+`learning.edge_budget`.
 
 Vectors leave the nodes, and disclose information about their data: at least a mean or a gradient.
 

@@ -78,8 +78,9 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
     """Repeat every client's rows and its user's signals until their mean loss is that of (8.12) over 1 + ρ.
 
     The number of copies is stored with each row, so that `explainable` solvers count a client's own rows once each: in
-    FedAvg a client has the same weight as without signals. To pool, pool both first: `augmented(data.pool(),
-    signals.pool(), rho)`. Rows are then `{"augmented": rows, "times": copies of each, 0 for signals}`.
+    FedAvg a client has the same weight as without signals. To pool, pool both first:
+    `augmented(data.pool(), signals.pool(), rho)`. Rows are then
+    `{"augmented": rows, "times": copies of each, 0 for signals}`.
 
     Args:
         data: the rows.

@@ -149,8 +149,8 @@ def by_client(
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order.
 
-    Arguments are those of `summed`, except that the function, of all draws at some clients, returns a tree of `(K,
-    ...)`.
+    Arguments are those of `summed`, except that the function, of all draws at some clients, returns a tree of
+    `(K, ...)`.
     """
     first = every[0]
     who = torch.stack([torch.tensor(holder.numbers), holder.names], 1)

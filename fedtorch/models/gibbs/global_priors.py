@@ -1,8 +1,8 @@
 r"""Sparse priors of a global parameter θ `(p,)` whose data are an estimate θ̂_j with precision h_j per coefficient.
 
 In a hierarchy the sites' parameters are the data: θ̂_j = Σ_k θ_kj/λ_kj² / Σ_k 1/λ_kj² and h_j = Σ_k 1/(λ_kj² τ_j²).
-Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once, `(C,
-p)`.
+Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once,
+`(C, p)`.
 """
 
 from __future__ import annotations

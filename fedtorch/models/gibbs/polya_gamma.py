@@ -1,7 +1,8 @@
 r"""Pólya–Gamma numbers, which turn a logistic likelihood into a Gaussian one.
 
-For ω ~ PG(1, ψ), :math:`\frac{e^{y\psi}}{1 + e^\psi} \propto e^{(y - 1/2)\psi} E_{\omega \sim PG(1, 0)} e^{-\omega
-\psi^2/2}`, so that given ω the coefficients of a logistic regression are normal.
+For ω ~ PG(1, ψ),
+:math:`\frac{e^{y\psi}}{1 + e^\psi} \propto e^{(y - 1/2)\psi} E_{\omega \sim PG(1, 0)} e^{-\omega \psi^2/2}`, so that
+given ω the coefficients of a logistic regression are normal.
 
 Source: Polson, Scott and Windle (2013), "Bayesian inference for logistic models using Pólya–Gamma latent variables",
 JASA 108, sections 2 and 4 and supplement S6: Devroye's exact sampler by an alternating series.

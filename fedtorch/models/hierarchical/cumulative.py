@@ -3,8 +3,8 @@ r"""Cumulative logit models: ordered responses with C levels, separated by thres
 .. math::
     P(y_i \le k) = \sigma(\tau_k - x_i'\theta), \qquad \tau_1 < \dots < \tau_{C-1} .
 
-The intercept of x is −τ₁, and the other thresholds' differences to τ₁ are further fixed effects :math:`c_k = \tau_k -
-\tau_1` of θ, 0 < c₂ < c₃ < …. With a = τ_y − x'θ and b = τ_{y−1} − x'θ a row's likelihood is
+The intercept of x is −τ₁, and the other thresholds' differences to τ₁ are further fixed effects
+:math:`c_k = \tau_k - \tau_1` of θ, 0 < c₂ < c₃ < …. With a = τ_y − x'θ and b = τ_{y−1} − x'θ a row's likelihood is
 
 .. math:: \sigma(a) - \sigma(b) = \sigma(a)\, \sigma(-b)\, (1 - e^{-(a - b)}),
 

@@ -1,9 +1,10 @@
 r"""Detection of levels of an ordered response without rows, which sites do not report.
 
-Rows of a middle level have log (1 − e^−η) of the distance of its thresholds, whose second derivative is :math:`r (1 +
-r)`, :math:`r = 1 / (e^\eta - 1)`. As all other terms of the log likelihood are concave, n of them leave η a variance of
-:math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood the expected number of rows of the first or the
-last level equals the observed one, and if it is small the information on the level's threshold is about that number.
+Rows of a middle level have log (1 − e^−η) of the distance of its thresholds, whose second derivative is
+:math:`r (1 + r)`, :math:`r = 1 / (e^\eta - 1)`. As all other terms of the log likelihood are concave, n of them leave η
+a variance of :math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood the expected number of rows of the
+first or the last level equals the observed one, and if it is small the information on the level's threshold is about
+that number.
 """
 
 from __future__ import annotations

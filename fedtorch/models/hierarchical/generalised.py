@@ -1,9 +1,9 @@
 r"""Hierarchical logistic and Poisson regression: θ_k is integrated around its mode.
 
-Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of :math:`\sum_i \log p(y_i
-\mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`modes`), and the curvature H there. The error of the
-normal approximation N(û, H⁻¹) is corrected (`moments`): the coefficients that differ between devices at the nodes of a
-rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
+Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of
+:math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`modes`), and the curvature H
+there. The error of the normal approximation N(û, H⁻¹) is corrected (`moments`): the coefficients that differ between
+devices at the nodes of a rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next models; Rue, Martino, Chopin (2009),
 "Approximate Bayesian inference for latent Gaussian models by using integrated nested Laplace approximations".

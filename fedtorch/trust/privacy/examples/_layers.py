@@ -163,8 +163,8 @@ def positions(value: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, value: Tensor) -> Tensor:
-    """Return the patches at each output position of a convolution's inputs `(K, B, ..., C, *size)`, `(K, B, T, C ·
-    kernel)`.
+    """Return the patches at each output position of a convolution's inputs `(K, B, ..., C, *size)`,
+    `(K, B, T, C · kernel)`.
     """
     line = len(layer.kernel_size) == 1
     images = value.flatten(0, -3 if line else -4)
