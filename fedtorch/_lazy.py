@@ -1,4 +1,4 @@
-"""Packages with the names of their stub, which import each on first use."""
+"""Packages with the names of their stub, imported on first use, and modules whose `dir` has public names only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         if f"{module}.".startswith(f"{package}.{name}."):
             get(name)
     return get, lambda: sorted(homes)
+
+
+def only(names: Sequence[str]) -> Callable[[], list[str]]:
+    """Return a module's `__dir__` for its `__all__`, so that completion offers neither what it imports nor its helpers.
+
+    >>> only(["weights", "distances"])()
+    ['distances', 'weights']
+    """
+    return lambda: sorted(names)
 
 
 def declared(package: str, stub: Path) -> dict[str, tuple[str, str]]:

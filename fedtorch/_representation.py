@@ -13,11 +13,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from fedtorch.history import headline
+from fedtorch.tables.rendering import facts
 
 _Class = TypeVar("_Class", bound=type)
 LONGEST = 120  # characters of a line
@@ -127,6 +129,19 @@ def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> 
     if run.last is not None:
         numbers += [f"{name} {value}" for name, value in headline(run.last).items()]
     return one_line(lambda most: f"{kind}({', '.join([method(settings, most), *numbers])})")
+
+
+def run_html(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> str:
+    """Return a run as a table of what `run_line` says, and why it stopped."""
+    count, _, who = members.partition(" ")
+    values = {"method": one_line(partial(method, settings)), who: count, "rounds": str(run.number)}
+    if run.number:
+        values |= {"sent up": bytes_text(run.bytes_up), "sent down": bytes_text(run.bytes_down)}
+    if run.last is not None:
+        values |= headline(run.last)
+    if run.ended:
+        values["ended"] = run.ended
+    return facts(kind, values)
 
 
 def below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.tables.rendering import facts
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Round(NamedTuple):
         words += [f"{self.bytes_up:,} B up", f"{self.bytes_down:,} B down"]
         words += [f"{name} {value}" for name, value in headline(self).items()]
         return f"Round({self.number}: {', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        answered = {"clients that answered": f"{len(self.ids)} of {len(self.asked)}"}
+        sent = {"bytes up": f"{self.bytes_up:,}", "bytes down": f"{self.bytes_down:,}"}
+        return facts(f"Round {self.number}", answered | sent | headline(self))
 
 
 class Recorder(Protocol):

@@ -27,7 +27,10 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from fedtorch._lazy import only
+
 __all__ = ["quiet", "tracked"]
+__dir__ = only(__all__)
 
 T = TypeVar("T")
 Told = Mapping[str, Any]  # values shown beside the progress

@@ -23,7 +23,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
+
 __all__ = ["Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
+__dir__ = only(__all__)
 
 Tree = Any
 Rows = Tensor | slice

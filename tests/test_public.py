@@ -80,10 +80,9 @@ def test_examples_are_found_where_they_are() -> None:
     assert "start" in found["fedtorch.federation.lightning.federation.Federation"]  # the page
 
 
-@pytest.mark.parametrize("place", public.uses())
-def test_pages_experiments_and_configurations_use_declared_names_only(place: str) -> None:
-    found = {chain: public.undeclared(chain) for chain in public.uses()[place]}
-    assert {chain: part for chain, part in found.items() if part and part not in MISSPELT} == {}
+def test_pages_experiments_and_configurations_use_declared_names_only() -> None:
+    found = {(place, chain): public.undeclared(chain) for place, chains in public.uses().items() for chain in chains}
+    assert {use: part for use, part in found.items() if part and part not in MISSPELT} == {}
 
 
 def test_undeclared_uses_are_found() -> None:
@@ -131,6 +130,12 @@ privacy.epsilon, privacy.Entropy
         "fedtorch.federation.algorithms.ep.algorithm",
         "fedtorch.trust.privacy.Entropy",
     }
+
+
+def test_completion_offers_the_public_names_of_a_module_and_nothing_else() -> None:
+    shown = {module: dir(public._module(module)) for module in public.handed_out()}
+    assert len(shown) > 50
+    assert {module: names for module, names in shown.items() if names != sorted(public.handed_out()[module])} == {}
 
 
 def test_nothing_private_is_public() -> None:

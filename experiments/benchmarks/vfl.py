@@ -105,9 +105,9 @@ def measure(what: str) -> None:
     data = problem(int(rows))
     guide = GUIDES[name]()
     warm = vfl.VerticalData(tuple(x[:256] for x in data.features), data.response[:256])
-    vfl.sfvi(model(1.0), guide, warm, key=random.key(0), steps=20)  # libraries' own buffers
+    vfl.sfvi(model(1.0), guide, warm, steps=20)  # libraries' own buffers
     before = peak(reset=True)
-    fit = vfl.sfvi(model(1.0), guide, data, key=random.key(0), steps=20, batch_size=256)
+    fit = vfl.sfvi(model(1.0), guide, data, steps=20, batch_size=256)
     result = {"added": (peak() - before) / 2**20, "parameters": count_parameters(fit.parameters)}
     sys.stdout.write(json.dumps(result))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.expected import loaded
 from fedtorch.metrics import stacked as fm
+from fedtorch.tables.rendering import facts
 from fedtorch.tree import Tree
 
 
@@ -44,18 +45,31 @@ class Score(NamedTuple):
     undefined: Tensor | None = None  # (K,) bool, clients that have rows, on which the metric is not defined
 
     def __repr__(self) -> str:
-        clients = f"{len(self.clients)} client{'s' * (len(self.clients) != 1)}"
+        overall, count, *others = self._facts().items()
+        clients = f"{count[1]} client{'s' * (len(self.clients) != 1)}"
+        words = [f"{name} {value}" if name in ("mean", "worst") else f"{value} {name}" for name, value in others]
+        return f"Score({overall[1]} over all rows; {clients}{': ' if words else ''}{', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        return facts("Score", self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """Return the number of all rows, how many clients there are, and what there is to say of theirs."""
         if not self.is_number:
             shape = f" of shape {tuple(self.overall.shape)}" if isinstance(self.overall, Tensor) else ""
-            return f"Score(a {type(self.overall).__name__}{shape} over all rows; {clients})"
-        words = [f"mean {self.mean():.4g}"]
+            return {"all rows": f"a {type(self.overall).__name__}{shape}", "clients": str(len(self.clients))}
+        found = {
+            "all rows": f"{float(self.overall):.4g}",
+            "clients": str(len(self.clients)),
+            "mean": f"{self.mean():.4g}",
+        }
         if self.largest_is_best is not None:
-            words.append(f"worst {self.worst():.4g}")
+            found["worst"] = f"{self.worst():.4g}"
         if self._any_failed():
-            words.append(f"{int(self.failed.sum())} failed")  # type: ignore[union-attr]
+            found["failed"] = str(int(self.failed.sum()))  # type: ignore[union-attr]
         if self.count_undefined():
-            words.append(f"{self.count_undefined()} undefined")
-        return f"Score({float(self.overall):.4g} over all rows; {clients}: {', '.join(words)})"
+            found["undefined"] = str(self.count_undefined())
+        return found
 
     @property
     def is_number(self) -> bool:

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
+from fedtorch._lazy import only
+
 __all__ = ["discoveries", "interval", "selected"]
+__dir__ = only(__all__)
 
 _BISECTIONS = 60
 

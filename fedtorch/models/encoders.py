@@ -29,8 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random
+from fedtorch._lazy import only
 
 __all__ = ("perceptron",)
+__dir__ = only(__all__)
 
 
 class Encoder(nn.Module):
@@ -53,7 +55,7 @@ class Encoder(nn.Module):
             self.second = nn.Parameter(torch.zeros(outputs, hidden))
 
     def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Return weights of a stack with output zero, `(B, 1, ...)` each: equal for one key, different for `(B,)`."""
+        """Return weights `(B, 1, ...)` of a stack with output zero: equal for one key, different for keys `(B,)`."""
         shapes = {name: (batch, 1, *value.shape) for name, value in self.named_parameters()}
         weights = {name: torch.zeros(shape, dtype=dtype, device=key.device) for name, shape in shapes.items()}
         if self.hidden:

@@ -31,12 +31,14 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import linalg, tree
+from fedtorch._lazy import only
 from fedtorch.programs import choice
 
 if TYPE_CHECKING:
     from fedtorch.data import FederatedData
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
+__dir__ = only(__all__)
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 

@@ -24,9 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.programs import matrix_normal as _program
 
 __all__ = ["LowRank"]
+__dir__ = only(__all__)
 
 
 class LowRank(NamedTuple):

@@ -41,11 +41,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch._lazy import only
 from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
 
 __all__ = ["exponential_average", "inverse_wishart", "posterior_mode", "zhang_yeung"]
+__dir__ = only(__all__)
 
 _LEAST_VARIANCE = 1e-100  # of coefficients that are all zero
 

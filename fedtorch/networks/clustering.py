@@ -15,20 +15,22 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 
 __all__ = ["gaussian_mixture", "k_means", "spectral"]
+__dir__ = only(__all__)
 
 _DENSE = 400  # most nodes for a dense eigendecomposition
 
 
-def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) -> Tensor:
+def k_means(parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 10) -> Tensor:
     """Cluster the nodes' parameters, or any vectors that represent them, by k-means.
 
     Args:
         parameters: `(n, ...)`, flattened per node.
         clusters: their number, at most n.
-        key: random key of the starts.
+        seed: of the starts.
         starts: number of starts; the best result is returned.
 
     Raises:
@@ -37,12 +39,12 @@ def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) ->
     from sklearn.cluster import KMeans
 
     points = _points(parameters, clusters)
-    labels = KMeans(clusters, n_init=starts, random_state=_seed(key)).fit_predict(points)
+    labels = KMeans(clusters, n_init=starts, random_state=_state(seed)).fit_predict(points)
     return _by_first_node(torch.from_numpy(labels).to(torch.int64))
 
 
 def gaussian_mixture(
-    parameters: Tensor, clusters: int, key: Tensor, starts: int = 10, *, covariance: str = "diag"
+    parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 10, covariance: str = "diag"
 ) -> Tensor:
     """Cluster the nodes' parameters, or any vectors that represent them, by the likeliest part of a Gaussian mixture.
 
@@ -54,7 +56,7 @@ def gaussian_mixture(
     Args:
         parameters: `(n, ...)`, flattened per node.
         clusters: their number, at most n.
-        key: random key of the starts.
+        seed: of the starts.
         starts: number of starts; the best result is returned.
         covariance: as in scikit-learn's `GaussianMixture`: "full", "tied", "diag" or "spherical"; a full one has (d +
             1)d/2 numbers and needs many nodes in each cluster.
@@ -63,17 +65,17 @@ def gaussian_mixture(
         ValueError: a number of clusters out of range, or parameters that are not finite.
 
     >>> import fedtorch as ft
-    >>> gaussian_mixture(torch.tensor([[0.0], [0.1], [9.0], [0.2], [12.0]]), 2, ft.random.key(0))
+    >>> gaussian_mixture(torch.tensor([[0.0], [0.1], [9.0], [0.2], [12.0]]), 2)
     tensor([0, 0, 1, 0, 1])
     """
     from sklearn.mixture import GaussianMixture
 
     points = _points(parameters, clusters)
-    mixture = GaussianMixture(clusters, covariance_type=covariance, n_init=starts, random_state=_seed(key))
+    mixture = GaussianMixture(clusters, covariance_type=covariance, n_init=starts, random_state=_state(seed))
     return _by_first_node(torch.from_numpy(mixture.fit_predict(points)).to(torch.int64))
 
 
-def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
+def spectral(network: Network, clusters: int, *, seed: int = 0) -> Tensor:
     r"""Cluster nodes by k-means of the rows of the first eigenvectors of the normalised adjacency.
 
     The eigenvectors belong to the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, with rows scaled to length one;
@@ -84,16 +86,16 @@ def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
     Args:
         network: of n nodes.
         clusters: their number, at most n.
-        key: random key of the starts.
+        seed: of the starts.
 
     >>> import fedtorch as ft
     >>> triangles = ft.Network([(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (2, 3)])  # and an edge between them
-    >>> spectral(triangles, 2, ft.random.key(0))
+    >>> spectral(triangles, 2)
     tensor([0, 0, 0, 1, 1, 1])
     """
     _check_clusters(clusters, network.nodes)
     vectors = _leading_vectors(network, clusters)
-    return k_means(vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300), clusters, key)
+    return k_means(vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300), clusters, seed=seed)
 
 
 def tied(network: Network, parameters: Tensor, tolerance: float = 1e-6) -> Tensor:
@@ -140,8 +142,9 @@ def _points(parameters: Tensor, clusters: int) -> np.ndarray:
     return points.numpy()
 
 
-def _seed(key: Tensor) -> int:
-    return int(random.randint(key, 2**31))
+def _state(seed: int) -> int:
+    """Return a seed that scikit-learn takes."""
+    return int(random.randint(random.key(seed), 2**31))
 
 
 def _check_clusters(clusters: int, nodes: int) -> None:

@@ -30,10 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 from fedtorch.progress import tracked
 
 __all__ = ["edge_budget", "nearest", "regular"]
+__dir__ = only(__all__)
 
 _TITLE = "Learning the network"
 _STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and most steps

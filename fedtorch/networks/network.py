@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.networks import _edge_list as edge_list
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
@@ -327,14 +328,14 @@ class Network:
         return cls(torch.stack((node, (node + 1) % nodes), 1), nodes=nodes)
 
     @classmethod
-    def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
+    def erdos_renyi(cls, nodes: int, p: float, *, seed: int = 0) -> Network:
         """Draw an edge for every pair of nodes with probability p, on its own, as Batagelj and Brandes (2005) do."""
         edge_list.check_count(nodes)
-        return cls(edge_list.independent_pairs(nodes, p, key), nodes=nodes)
+        return cls(edge_list.independent_pairs(nodes, p, random.key(seed)), nodes=nodes)
 
     @classmethod
     def stochastic_blocks(
-        cls, sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor
+        cls, sizes: Sequence[int], within: float | Sequence[float], between: float, *, seed: int = 0
     ) -> Network:
         """Draw blocks of consecutive nodes, with edges likelier (or rarer) within them than between them.
 
@@ -342,10 +343,10 @@ class Network:
             sizes: nodes of each block.
             within: the probability of an edge between two nodes of one block; one number or one per block.
             between: the probability of an edge between nodes of two blocks.
-            key: random key of the draws.
+            seed: of the draws.
 
         Raises:
             ValueError: a size below one, a probability outside [0, 1], or numbers of probabilities and blocks that do
                 not match.
         """
-        return cls(edge_list.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))
+        return cls(edge_list.stochastic_blocks(sizes, within, between, random.key(seed)), nodes=int(sum(sizes)))

@@ -38,14 +38,18 @@ def _check_real(dtype: torch.dtype) -> None:
         raise TypeError(f"Expected a floating-point dtype, but got {dtype}")
 
 
-def key(seed: int) -> Tensor:
-    """Return the key of a seed, shape `()`; its 64 bits are Philox's two key words.
+def key(seed: int | Sequence[int]) -> Tensor:
+    """Return the key of a seed, `()`, or one for each of several, `(B,)`; its 64 bits are Philox's two key words.
 
     Raises:
-        ValueError: the seed is not a 64-bit signed integer.
+        ValueError: a seed that is not a 64-bit signed integer, or none.
+
+    >>> key(3).shape, key([0, 1]).shape, key(range(3)).shape
+    (torch.Size([]), torch.Size([2]), torch.Size([3]))
     """
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"Expected a seed between -2**63 and 2**63 - 1, but got {seed}")
+    seeds = seed if isinstance(seed, Sequence) else [seed]
+    if not seeds or not all(-(2**63) <= one < 2**63 for one in seeds):
+        raise ValueError(f"Expected a seed between -2**63 and 2**63 - 1, or several, but got {seed}")
     return torch.tensor(seed, dtype=torch.int64)
 
 

@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.history import Round, means
 
 __all__ = ["DriftAlarm"]
+__dir__ = only(__all__)
 
 
 def training_loss(round: Round) -> float | None:

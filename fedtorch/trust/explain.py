@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
@@ -48,6 +49,7 @@ from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 __all__ = ["augmented", "explainable"]
+__dir__ = only(__all__)
 
 _ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and the number of copies of each, 0 for signals
 

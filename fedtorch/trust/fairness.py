@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import (
@@ -53,6 +54,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 __all__ = ["agnostic", "q_ffl", "swapped", "watch_groups"]
+__dir__ = only(__all__)
 
 _MOST = 60.0  # largest logarithm of a weight; e⁶⁰ leaves room in float32 for weighted steps
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint, tree
+from fedtorch._lazy import only
 from fedtorch.chained_log import canonical, chained, digest, entries_of, faults
 from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
@@ -43,6 +44,7 @@ from fedtorch.history import Round
 from fedtorch.networks.network import Network
 
 __all__ = ["RunRecord"]
+__dir__ = only(__all__)
 
 _FORMAT = 2
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")

@@ -154,6 +154,7 @@ policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), ro
         "Behind each number that leaves: at least 10 rows",
         "Before a run: clients' pseudonyms, and their mean row count",
         "After a fit: sums over its rows of changes of the mean response",
+        "    exactly, of at least so many rows: only for a server that is trusted not to compose questions",
         "Rounds in all: 200",
         "Noise that is accounted for: none",
     ):

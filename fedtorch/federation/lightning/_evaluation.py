@@ -16,7 +16,7 @@ from fedtorch import expected, tree
 from fedtorch.data import BadClients, FederatedData, FederatedLoaders
 from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
 from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
-from fedtorch.federation.runs.own_steps import has_step
+from fedtorch.federation.runs.own_steps import STAGES, has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
 from fedtorch.federation.solvers.batches import limited
@@ -124,7 +124,7 @@ class Evaluation:
 
     def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
         """Return scores by the names under which they are logged."""
-        options = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
+        options = {} if self._metrics is not None else {"stage": STAGES[stage], "trainer": trainer}
         rows = self._within(stage, limit_of(trainer, _PREFIXES[stage]))
         scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **options)
         return {name if options else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from fedtorch import tree
-from fedtorch._representation import run_line
+from fedtorch._representation import run_html, run_line
 from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
@@ -157,6 +157,11 @@ class Federation(L.LightningModule):
 
     def __repr__(self) -> str:
         return run_line(
+            "Federation", self.run, self.run.algorithm.settings, f"{len(self.run.population.names)} clients"
+        )
+
+    def _repr_html_(self) -> str:
+        return run_html(
             "Federation", self.run, self.run.algorithm.settings, f"{len(self.run.population.names)} clients"
         )
 

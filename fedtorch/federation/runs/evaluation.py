@@ -163,25 +163,6 @@ class Sums:
             order.append(places)
         return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(block.mask.device))
 
-    def of_each_row(self, tensors: Tree, block: ClientData) -> dict[str, Tree]:
-        """Return the metrics' sums of each row of one client `(N, ...)`, by name, for metrics that are sums over rows.
-
-        The number of pairs of rows in order is none, for example.
-        """
-        inputs, target = self._split(block.batch)
-        asked = (self._predict(tensors, inputs), target, block.mask)
-        alone = tree.map(lambda leaf: leaf.flatten(0, 1)[:, None], asked)
-        by_metric = {}
-        for name, metric in self._stacked.items():
-            try:
-                rows, whole = metric.update(*alone), metric.update(*asked)
-            except Exception:
-                continue  # the error is reported by `of_block`
-            pairs = zip(tree.leaves(rows), tree.leaves(whole))
-            if all(torch.allclose(leaf.sum(0).double(), total[0].double(), equal_nan=True) for leaf, total in pairs):
-                by_metric[name] = rows
-        return by_metric
-
     def _columns(self, block: tuple[Tree, Tensor], count: int) -> Iterator[tuple[Tree, Tensor]]:
         """Yield the first `count` rows of clients in batches; without rows one row of zeros, outside the mask."""
         if block[1].shape[1] == 0:

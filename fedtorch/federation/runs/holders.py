@@ -50,8 +50,7 @@ class Holder(NamedTuple):
     evaluate: Evaluate
     first: int = 0  # the number of its first client among all
     frame: Any = None  # source of the rows, or rows to average over
-    minimum: int = 1  # rows that share each answered number, see `held`
-    key: Tensor | None = None  # random key of the holder's perturbations
+    minimum: int = 1  # rows behind each number, for answers that choose the rows of a number
     drawn: Any = None  # source of draws, if they are not sent
     beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # other runs' rows, with their sent tensors
 
@@ -78,8 +77,10 @@ class Kind(NamedTuple):
     tells: str  # entry required in a site's policy: "effects", "densities", "margins" or "checks"
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # zeros in the form of an answer
+    tensors: tuple[str, ...] = ()  # names of the tensors that it takes
+    settings: tuple[str, ...] = ()  # names of the settings that it takes
     by_client: bool = False  # whether an answer has a row per client, in order; else it is one sum over clients
-    weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
+    alone: bool = False  # whether a sum shows one client's part, as with weights that the server chooses
 
 
 def ask(

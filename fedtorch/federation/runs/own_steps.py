@@ -164,7 +164,7 @@ class OwnSteps:
         return _Epoch(rows, values, self._logs.entries, broken)
 
     def _over_all(self, clients: Iterable[ClientBatches]) -> dict[str, float]:
-        """Return the logs of one epoch over all clients' batches; at its end the module has the clients' mean."""
+        """Return the logs of one epoch over all clients' batches; the module ends with the clients' mean tensors."""
         self._logs.entries = {}
         means: dict[str, Tensor] = {}
         with self._working.anew() as swap:
@@ -464,7 +464,7 @@ class WorkingCopy:
 
     @contextmanager
     def anew(self, names: Sequence[str] = ()) -> Iterator[functional.Swap]:
-        """Yield a function that puts tensors into the module, by the order of the first names; restore it afterwards"""
+        """Yield a function that puts tensors into the module, in the order of the first names; restore it after."""
         if self._swap is None:
             self._swap = self._remember(list(names))
         try:

@@ -7,7 +7,7 @@ a function returns sums over each client's rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,30 +118,6 @@ def summed(
 
     sums: dict[str, Tensor] = tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, added))
     return sums
-
-
-def each_row(
-    holder: Holder,
-    every: Sequence[FederatedData],
-    drawn: Sequence[DrawnAt],
-    in_parts: Callable[[list[Any]], Iterable[tuple[slice, dict[str, Tensor]]]],
-) -> dict[str, Tensor]:
-    """Return a function's value for each row `(N, ...)`, if the rows of all clients are in this process.
-
-    Arguments are those of `summed`, except that the function, of all draws at some clients, yields rows in parts.
-    """
-    blocks: list[dict[str, Tensor]] = []
-
-    def kept(sources: list[Any]) -> Tensor:
-        mask = sources[0].mask
-        for part, values in in_parts(sources):
-            blocks.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
-        count: Tensor = mask.sum(1)
-        return count
-
-    by_client(holder, every, drawn, kept)
-    rows: dict[str, Tensor] = tree.concatenate(blocks)
-    return rows
 
 
 def by_client(

@@ -15,7 +15,7 @@ Rows are (x `(d,)`, y `()`) unless stated otherwise, and linear models have no i
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (1.0, 1.1, -1.0)])
->>> labels = ft.networks.clustering.k_means(ft.networks.discrepancy.maximum_likelihood(data), 2, ft.random.key(0))
+>>> labels = ft.networks.clustering.k_means(ft.networks.discrepancy.maximum_likelihood(data), 2)
 >>> labels.tolist()
 [0, 0, 1]
 """
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
@@ -45,6 +46,7 @@ from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 __all__ = ["clustered", "clustered_by_gtv"]
+__dir__ = only(__all__)
 
 
 def single_model(problem: LinearProblem) -> Solution:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
-from fedtorch._representation import run_line
+from fedtorch._representation import run_html, run_line
 from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
@@ -210,6 +210,9 @@ class Run(Scored, Resumable):
 
     def __repr__(self) -> str:
         return run_line("Run", self, self.algorithm.settings, f"{len(self.population.names)} clients")
+
+    def _repr_html_(self) -> str:
+        return run_html("Run", self, self.algorithm.settings, f"{len(self.population.names)} clients")
 
     def __iter__(self) -> Iterator[Round]:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")

@@ -63,7 +63,7 @@ class Scored:
         split: Split = inputs_and_targets,
         unseen: bool = False,
         *,
-        step: Literal["validation", "test"] = "validation",
+        stage: Literal["validate", "test"] = "validate",
         batch_size: int | None = None,
         trainer: Any = None,
     ) -> dict[str, Score]:
@@ -87,18 +87,19 @@ class Scored:
             split: rows -> (inputs, targets), for `metrics`. Inputs that are a dict are arguments of the module's
                 `forward` by name; targets that are a dict are those of a torchmetrics metric's `update`.
             unseen: whether `data` are the rows of other clients, which start like the run's did.
-            step: the module's step whose logs are returned without `metrics`.
+            stage: without `metrics`, the step whose logs are returned: that of "validate" or of "test".
             batch_size: rows of a client in one evaluation batch; default: all of them.
             trainer: `self.trainer` in the module's own steps; default: one with the number of finished rounds.
 
         Raises:
-            ValueError: no metrics, and a module without such a step; or a step that is none.
+            ValueError: no metrics, and a module without such a step; or another stage.
         """
-        if step not in ("validation", "test"):
-            raise ValueError(f"Expected step='validation' or step='test', but got {step!r}; run.predict(data) predicts")
+        if stage not in ("validate", "test"):
+            raise ValueError(f"Expected stage='validate' or 'test', but got {stage!r}; run.predict(data) predicts")
         _check_order(data, self.population.names, unseen)
         self._warn_of_training_rows(data)
         if metrics is None:
+            step = "validation" if stage == "validate" else stage
             return _own(self, step, trainer).scores(partial(client_batches, self, data, unseen, batch_size))
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")

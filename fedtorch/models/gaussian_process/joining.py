@@ -113,7 +113,7 @@ def join(
     *,
     exact_units: bool = False,
     known: bool = False,
-    key: Tensor | None = None,
+    seed: int = 0,
 ) -> UnitMixture:
     """Add a new unit with a few points, or new units one by one: integrate over its own parameters and condition q.
 
@@ -128,7 +128,7 @@ def join(
         exact_units: see `ConvolvedGP.bound`.
         known: whether these are the rows of the model's own unit, which is in the run; q is then first computed without
             them. For one unit only.
-        key: random key of the draws; default: that of seed 0.
+        seed: of the draws.
 
     Returns:
         the mixture of models of the new units, with posteriors given their rows too.
@@ -153,7 +153,7 @@ def join(
             "federation's unit"
         )
     check_rows(model, x, y, y.shape[:-1])
-    batch, key = y.shape[:-1], (random.key(0) if key is None else key).to(y.device)
+    batch, key = y.shape[:-1], random.key(seed).to(y.device)
     count, exact = batch.numel(), model.keeps_whole(exact_units)
     if known and batch:
         raise ValueError(f"Expected known rows of one unit, the model's own, but got those of {count}")

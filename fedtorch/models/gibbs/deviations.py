@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 
 __all__ = ["Deviation", "horseshoe", "laplace", "normal"]
+__dir__ = only(__all__)
 
 Noise = tuple[Tensor, ...]
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import graphical
 from fedtorch.models.gibbs._gaussian_conditional import Fold, elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
@@ -48,6 +49,7 @@ from fedtorch.models.gibbs.sparse import MOST_PRECISE, GlobalVariables
 from fedtorch.models.rows import client_by_client
 
 __all__ = ["regression"]
+__dir__ = only(__all__)
 _ROWS = 32  # rows that are added together
 
 

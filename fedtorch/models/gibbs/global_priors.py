@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _scales as scales
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.programs import gibbs_server
 from fedtorch.tree import Tree
 
 __all__ = ["bayesian_lasso", "gaussian", "regularised_horseshoe", "spike_and_slab"]
+__dir__ = only(__all__)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design, least_norm
@@ -38,6 +39,7 @@ from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
 __all__ = ["edges", "every_response", "neighbourhoods", "square", "start"]
+__dir__ = only(__all__)
 
 
 class _Fields(NamedTuple):

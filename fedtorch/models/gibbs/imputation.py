@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
+from fedtorch._lazy import only
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.frames.incomplete import Incomplete, incomplete_cells
 from fedtorch.models.gibbs import sparse
@@ -25,6 +26,7 @@ from fedtorch.models.incomplete_normal import Normal as Normal, check_columns, c
 from fedtorch.models.rows import refuse
 
 __all__ = ["Normal", "imputing", "incomplete"]
+__dir__ = only(__all__)
 
 
 def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, Newcomer, check_start
@@ -25,6 +26,7 @@ from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["logistic_regression"]
+__dir__ = only(__all__)
 
 
 class LogisticSite(NamedTuple):

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _interweaving as interweaving, _levels as levels, _scales as scales, gibbs_sweeps
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
@@ -53,6 +54,7 @@ from fedtorch.models.rows import client_by_client, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["hierarchy", "regression"]
+__dir__ = only(__all__)
 
 MOST_PRECISE = 1e24  # λ is kept above 1e-12 τ, which the prior violates with a probability of 6e-13
 INTERWEAVE = 32  # most coefficients for which the sites send their information matrices

@@ -19,7 +19,10 @@ import torch
 from scipy.interpolate import BSpline
 from torch import Tensor
 
+from fedtorch._lazy import only
+
 __all__ = ["b_splines"]
+__dir__ = only(__all__)
 
 
 def b_splines(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
+from fedtorch._lazy import only
 from fedtorch.models import quadrature
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
@@ -30,6 +31,7 @@ from fedtorch.models.hierarchical.integrals.moments import integral
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 
 __all__ = ["logistic", "poisson"]
+__dir__ = only(__all__)
 
 # of the default inner rule, per dimension, by dimension; from three dimensions on two spheres
 _POINTS = {0: 1, 1: 7, 2: 7}

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from fedtorch._lazy import only
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
 __all__ = ["half_cauchy", "log_normal", "non_informative"]
+__dir__ = only(__all__)
 
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side

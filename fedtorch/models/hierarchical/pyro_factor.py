@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import BadClients
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
@@ -49,6 +50,7 @@ from fedtorch.models.rows import refuse
 from fedtorch.stacked_layers import WithoutReading
 
 __all__ = ["pyro_factor"]
+__dir__ = only(__all__)
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs as nodes
 _AROUND = 7  # points for each of two latent variables around their mode

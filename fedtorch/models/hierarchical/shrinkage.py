@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
+from fedtorch._lazy import only
 from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
@@ -44,6 +45,7 @@ from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations
 
 __all__ = ["elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
+__dir__ = only(__all__)
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd

@@ -29,7 +29,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
 )
 from fedtorch.federation.algorithms.ep.posterior import posterior as shared_posterior
 from fedtorch.federation.posterior import Coefficients, Draws, Named, Pooling, moved, posterior_of, wide
-from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, local_holder
+from fedtorch.federation.runs.holders import Form, Holder, Kind, ask, local_holder
 from fedtorch.federation.runs.posterior_draws import given_shared, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import arviz_of
@@ -363,8 +363,11 @@ def _posteriors(form: Form) -> DevicePosterior:
     return DevicePosterior(mixed, means, means[..., None].expand(-1, -1, -1, size), mixed)
 
 
-COEFFICIENTS = Kind("coefficients", "effects", _coefficients, _posteriors, by_client=True)
-DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, by_client=True)
+_NODES = ("phi", "weights")
+COEFFICIENTS = Kind(
+    "coefficients", "effects", _coefficients, _posteriors, _NODES, ("deviations", "linear"), by_client=True
+)
+DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, (*_NODES, *Natural._fields), by_client=True)
 NOISE = Kind("noise", "effects", _noise, lambda form: torch.empty(form.clients, dtype=torch.float64), by_client=True)
 
 
@@ -380,11 +383,6 @@ def _evidences(holder: Holder) -> Tensor:
 
 
 def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    if holder.minimum > 1:  # a server can choose a point as cavity, which makes evidence an exact likelihood
-        raise Unanswerable(
-            f"the site wants {holder.minimum} rows behind what it tells, and the evidence of a client is held by "
-            "no rows; its side would allow it by Policy(minimum=1), or ask without out='site', which leaves out rows"
-        )
     values = _evidences(holder)
     return {"elpd": values.sum(), "squares": values.square().sum()}
 
@@ -394,4 +392,5 @@ EVIDENCE = Kind(
     "densities",
     _evidence,
     lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double()),
+    alone=True,  # of two clients a sum and a sum of squares are both numbers
 )

@@ -164,8 +164,8 @@ def noised_gradients(
         >>> from fedtorch.vfl.model import likelihoods, split_nn
         >>> from fedtorch.protocol import halves as protocol
         >>> data = ft.vfl.VerticalData([torch.eye(2), torch.ones(2, 1)], torch.tensor([0.0, 1.0]))
-        >>> keys, bottoms = ft.random.key(0)[None], [split_nn.mlp(2, [], 1), split_nn.mlp(1, [], 1)]
-        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys)
+        >>> bottoms = [split_nn.mlp(2, [], 1), split_nn.mlp(1, [], 1)]
+        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli())
         >>> server, parties = network.nodes(data, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         >>> private = noised_gradients(clip=1.0, noise=4.0, delta=1e-3, budget=1.0, entropy=privacy.from_seed(0))
         >>> for _ in range(2):  # a step, and the same once more
