@@ -122,7 +122,7 @@ class History:
         self._columns: dict[str, array[float]] = {name: array("d") for name in _COUNTS}
         self._seconds = array("d")
         self._waiting: list[tuple[Round, float]] = []  # rounds whose rows are not written yet
-        self._held = 0  # numbers of each kind in them
+        self._held = 0  # the number of clients in the waiting rounds
         self._losses: deque[tuple[int, Tensor, Tensor]] = deque()  # round, ids (M,) int32, losses (M,) float32
 
     def __len__(self) -> int:

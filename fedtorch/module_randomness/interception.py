@@ -49,7 +49,7 @@ class Seeded(NotImplementedError):
 
 
 def _is_global(generator: torch.Generator) -> bool:
-    """Return whether a generator is torch's own of its device; Python has another object for it at every call."""
+    """Return whether a generator is its device's default, of which torch makes a new Python object at every call."""
     before, default = generator.get_state(), generators(generator.device)[-1]
     seed = default.initial_seed() ^ 1
     try:

@@ -25,7 +25,7 @@ def drawn(function: Callable[[], T], key: Tensor) -> T:
 
 
 def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
-    """Return `drawn(function, key)` of a function that is expected not to draw, at the price of calling it.
+    """Return `drawn(function, key)` of a function that is not expected to draw, and check this by calling it.
 
     It is called without interception, and once more with it if torch's global generators have advanced, which are then
     restored. Generators of the module's own are not checked.

@@ -56,7 +56,7 @@ def moments_of(rule: Rule | None) -> int:
 
 
 def rates_of(rule: Rule | None, lr: float, total: Tensor) -> Tensor:
-    """Return `Adam.factors` of as many steps as clients take at most, or one row `(1, 3)` of all steps, of stride 0."""
+    """Return `Adam.factors` of the most steps of a client, or one row `(1, 3)` of stride 0, which all steps share."""
     if isinstance(rule, Adam):
         return rule.factors(torch.arange(int(total.max()) if len(total) else 0), lr)
     return torch.tensor([lr, 1.0, 1.0], dtype=torch.float64).expand(1, 3).as_strided((1, 3), (0, 1))

@@ -24,7 +24,7 @@ from fedtorch.programs.engine import Program, program
 
 DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which separates draws, new keys and proposals
 _LANES = 64
-_BOOST = 0xFFFFFFFF  # the attempt whose words raise a gamma number of small shape
+_BOOST = 0xFFFFFFFF  # the attempt number whose words make a gamma variate of shape below 1 from one of shape + 1
 _WHOLE = numpy.uint64(0x4330000000000000)  # the bits of 2⁵²
 _ONE, _ROOT = numpy.uint64(0x3FF0000000000000), numpy.uint64(0x3FE6A09E667F3BCD)  # the bits of 1 and of √½
 _FRACTION = numpy.uint64(0xFFFFFFFFFFFFF)

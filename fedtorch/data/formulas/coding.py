@@ -97,7 +97,7 @@ def _codings(factors: list[Variable], used: set[_Subterm]) -> list[dict[Variable
 
 
 def _merged(subterms: list[_Subterm]) -> list[_Subterm] | None:
-    """Merge one pair, b and b:a by contrasts, which together are b:a with all levels of a."""
+    """Merge one pair, b and b:a by contrasts, into b:a with all levels of a, or return None without a pair."""
     for i, short in enumerate(subterms):
         for j in range(i + 1, len(subterms)):
             more = subterms[j] - short

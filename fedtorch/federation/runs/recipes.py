@@ -96,7 +96,7 @@ def clustered(data: FederatedData, labels: Tensor) -> Solution:
     Args:
         data: a client per node.
         labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits
-            (`ft.networks.discrepancy.maximum_likelihood`), which needs rows enough at every node,
+            (`ft.networks.discrepancy.maximum_likelihood`), which needs enough rows at every node,
             `clustering.spectral`, or from elsewhere.
 
     >>> import torch, fedtorch as ft

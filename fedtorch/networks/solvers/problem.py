@@ -247,7 +247,8 @@ def linear_problem(
         network: has the clients as nodes.
         alpha: strength α of the coupling.
         dtype: of the solution; the sums over rows are in float64.
-        unlabelled: whether nodes may have no rows; theirs is L_i = 0, and they follow their neighbours.
+        unlabelled: whether nodes may have no rows; such a node has L_i = 0, and its solution follows from its
+            neighbours'.
 
     Raises:
         ValueError: rows of other shapes, another number of clients than nodes, nodes without rows, a negative α.

@@ -87,7 +87,7 @@ def estimates(
 
 
 def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> None:
-    r"""Warn of coefficients whose sd under q is too small, as where few clients leave the variances S(ζ) uncertain.
+    r"""Warn of coefficients whose sd under q is too small, as when the variances S(ζ) are uncertain with few clients.
 
     The mean of K clients has a variance of at least S(ζ) / K, which q evaluates at the mean of ζ. The average over q's
     uncertainty of ζ is larger by the factor E S(ζ) / S(E ζ).

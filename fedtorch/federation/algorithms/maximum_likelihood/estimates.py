@@ -158,7 +158,7 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         tolerance: as for `estimates`, with the same errors.
 
     Raises:
-        TypeError: a run of another algorithm, or of a population that has not its data.
+        TypeError: a run of another algorithm, or of a population without its data.
 
     Example:
         >>> import torch, fedtorch as ft
