@@ -40,7 +40,7 @@ class Score(NamedTuple):
     # (K,) of each client's rows, or (K, ...) of a metric of several numbers; where clients' shapes differ, and of
     # trees, a list of K values. NaN where a client has no rows, has failed, or the metric is undefined.
     clients: Any
-    largest_is_best: bool | None = None  # what the metric says of itself
+    largest_is_best: bool | None = None  # the metric's own attribute
     failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
     undefined: Tensor | None = None  # (K,) bool, clients that have rows, on which the metric is not defined
 
@@ -77,14 +77,14 @@ class Score(NamedTuple):
         return isinstance(self.clients, Tensor) and self.clients.ndim == 1
 
     def mean(self) -> float:
-        """Return the mean over the clients for which it is defined; NaN where one of them failed, or there is none."""
+        """Return the mean over the clients for which it is defined; NaN if one failed, or if there is none."""
         self._check_one_number()
         return math.nan if self._any_failed() else float(self.clients.nanmean())
 
     def worst(self, largest_is_best: bool | None = None) -> float:
-        """Return the worst client's value, at the end that is given or that the metric says.
+        """Return the worst client's value, in the given direction or the metric's.
 
-        NaN where a client failed, which no number is worse than, or where it is defined for no client.
+        NaN if a client failed, which is worse than any number, or if it is defined for no client.
         """
         ordered = self._from_worst(largest_is_best)
         return math.nan if self._any_failed() else float(ordered[:1].mean())
@@ -121,10 +121,10 @@ class Score(NamedTuple):
 
 
 def is_largest_best(given: bool | None, own: bool | None) -> bool:
-    """Return the end that is given, or else the one that the metric states.
+    """Return the given direction, or else the metric's.
 
     Raises:
-        ValueError: neither says it.
+        ValueError: neither is known.
 
     Example:
         >>> is_largest_best(None, own=False)  # as errors say of themselves
@@ -139,10 +139,10 @@ def is_largest_best(given: bool | None, own: bool | None) -> bool:
 
 
 def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
-    """Return metrics in whatever form, by name.
+    """Return metrics given in any form, by name.
 
     Raises:
-        TypeError: they have no names, or one of them is no metric that sums make up.
+        TypeError: they have no names, or one is not a metric that sums determine.
         ValueError: no metrics.
     """
     return {name: fm.as_stacked(metric) for name, metric in named_metrics(metrics).items()}
@@ -172,7 +172,7 @@ def score_of(metric: fm.StackedMetric, sums: Tree, raised: Tensor | None = None)
     """Return the score of the clients' sums, leaves `(K, ...)`.
 
     Args:
-        metric: that made them.
+        metric: source of the sums.
         sums: of the clients' rows.
         raised: `(K,)` bool, clients whose sums could not be had; their rows are left out.
 

@@ -1,16 +1,17 @@
 r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given the observed
 ones.
 
-Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :math:`\mu_k \sim N(\mu,
-\mathrm{diag}(\tau))`; τ = 0 gives all sites one mean. A site draws its mean with its missing cells integrated out, then
-the cells given the mean:
+Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by
+:math:`\mu_k \sim N(\mu, \mathrm{diag}(\tau))`; τ = 0 gives all sites one mean. A site draws its mean with its missing
+cells integrated out, then the cells given the mean:
 
 .. math::
     \mu_k = \mu + \tau^{1/2} u, \quad
     u \sim N(V \tau^{1/2} \textstyle\sum_i J_i (z_i - \mu), V), \quad
     V^{-1} = I + \tau^{1/2} \textstyle\sum_i J_i \, \tau^{1/2},
 
-with :math:`J_i = \Sigma_{oo}^{-1}`, zero where row i is missing. Rows with the same cells missing share their matrices.
+with :math:`J_i = \Sigma_{oo}^{-1}`, zero in the rows and columns of missing cells. Rows with the same missing cells
+share their matrices.
 
 Source: Schafer (1997), "Analysis of Incomplete Multivariate Data", section 5.4; Schafer and Yucel (2002),
 "Computational strategies for multivariate linear mixed-effects models with missing values", JCGS 11.

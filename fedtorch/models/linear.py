@@ -43,7 +43,7 @@ __dir__ = only(__all__)
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
 LINEAR_EXTRAS = ("offset", "weight")  # fields of linear models besides x and y
-CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units
+CLEAR = 1e-6  # relative eigenvalue above which results are equally exact in any units
 _EPS = torch.finfo(torch.float64).eps
 _ROUNDING = 64 * _EPS  # of the sums over rows, relative to the largest eigenvalue
 
@@ -69,7 +69,7 @@ def _powers(degree: int, x: Tensor) -> Tensor:
 
 
 def is_rowwise(module: nn.Module) -> bool:
-    """Return whether a linear model's output for a row is known to depend on that row alone.
+    """Return whether a linear model's output for a row depends on that row alone, by its type.
 
     It belongs to an `nn.Linear`, or to a `LinearHead` of the inputs or their powers, without hooks.
 
@@ -298,7 +298,7 @@ class Spectral(NamedTuple):
 
 
 def spectral(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Spectral:
-    """Return statistics in the basis of the eigenvectors of X'X; directions that rows leave open have eigenvalue 0.
+    """Return statistics in the basis of the eigenvectors of X'X; undetermined directions have eigenvalue 0.
 
     Eigenvalues below 1e-6 of the largest are inexact: `linalg.equilibrated` is the exact method, used here only to
     count them. Linearly dependent columns give a warning.
@@ -402,7 +402,7 @@ class LeastSquares(NamedTuple):
 def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     """Return the least squares solution of least norm in the columns' units; defined for any rows, also none.
 
-    Warns of columns that depend on each other.
+    Linearly dependent columns give a warning.
     """
     fit = _equilibrated_fit(statistics.gram, statistics.cross[..., None])
     warn_of_dependence(statistics, fit.rank)

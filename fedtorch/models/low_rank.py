@@ -48,8 +48,8 @@ class LowRank(NamedTuple):
     def from_factor(cls, multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
         """Return aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
 
-        The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the
-        sense of maximum likelihood (probabilistic principal components).
+        The mean of the remaining eigenvalues goes into the multiple, which preserves the trace and is the nearest
+        covariance of this rank in the sense of maximum likelihood (probabilistic principal components).
         """
         units = len(factor)
         rank = min(units, rank)

@@ -1,4 +1,4 @@
-r"""The matrix-normal prior over units: Θ = (θ_1 … θ_K) ~ MN(0, I, Ω), and how Ω is learnt.
+r"""The matrix-normal prior over units: Θ = (θ_1 … θ_K) ~ MN(0, I, Ω), and estimates of Ω.
 
 With Y_k ~ N(X_k θ_k, σ_k² I) the objective, with Θ stored as rows `(K, d)`, is
 
@@ -65,7 +65,7 @@ class CovarianceUpdate(NamedTuple):
     tensor(6., dtype=torch.float64)
     """
 
-    update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of the same rank at most
+    update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of at most the same rank
     penalty: Callable[[LowRank, Tensor, Tensor, int], Tensor]  # -> term of L besides the data's misfit
 
 
@@ -157,7 +157,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
 def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple[float, Tensor]]) -> CovarianceUpdate:
     """Return (1 − α)Ω + αΩ̂ for m and ψ from `terms`.
 
-    Cutting the average down to its rank may spoil the descent; then Ω̂, the minimiser of this rank, takes its place.
+    Truncation of the average to its rank may lose the descent; then Ω̂, the minimiser of this rank, replaces it.
     """
 
     def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> LowRank:

@@ -4,12 +4,12 @@ A module maps rows `(N, F)`, one for each draw and each row of the data: the inp
 `fedtorch.vfl.fit.auxiliary`, which are the predictor (C numbers) and, for an encoder that uses y, features of y. It
 returns
 
-- with `(N, 2C)`, or a pair of `(N, C)`, as the built-in encoders do: a mean and a log standard deviation relative to
-  theirs, so that zero is where these start, or
-- with a `torch.distributions` object: the law of z itself (at the server of `sums`, of the noisy predictor that the
-  likelihood has), of batch shape `(N, C)`, or `(N,)` with an event of C. A draw of it has to be a function of one
-  standard normal number a row and output, as those of normal distributions and of all transformations of these are: it
-  is given this number, so that the draw is the same in one graph, among nodes and resumed.
+- `(N, 2C)`, or a pair of `(N, C)`, as the built-in encoders do: a mean and a log standard deviation relative to
+  theirs, so that zeros are the initial values, or
+- a `torch.distributions` object: the distribution of z itself (at the server of `sums`, of the likelihood's noisy
+  predictor), of batch shape `(N, C)`, or `(N,)` with an event of C. A draw of it has to be a function of one standard
+  normal number per row and output, as for normal distributions and all transformations of these. The number is given,
+  so that the draw is the same in one graph, among nodes and after a resumption.
 
 Its weights are trained like those of the built-in encoders, one copy per batch element; buffers stay as they are.
 Iterations with a distribution cannot be captured (`compile=True`), because distributions check their arguments.

@@ -1,6 +1,7 @@
-r"""Expectations under a normal density times a factor, by nodes that go where the product is.
+r"""Expectations under a normal density times a factor, by nodes that adapt to the product.
 
-The nodes of a rule for N(0, I) are moved to N(m, LL'), at first the normal density itself. A node ζ_i then weighs
+The nodes of a rule for N(0, I) are moved to N(m, LL'), at first the normal density itself. A node ζ_i then has the
+weight
 
 .. math:: w_i \propto \omega_i \, \frac{N(\zeta_i; \text{cavity})\, f(\zeta_i)}{N(\zeta_i; m, LL')}.
 
@@ -44,9 +45,9 @@ _PLACED = 0.1  # the same for a rule of fewer nodes, or a rough factor
 _LOST = 0.25  # the same difference above which, after all moves, nothing has been found
 # Least coverage of a density by the nodes, in the rule's units, for a move to its moments. A single node would have no
 # spread.
-_SHARE = 0.05  # the effective share of the nodes
-_LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
-_FARTHEST = 2.0  # the greatest coordinate of the mean
+_SHARE = 0.05  # least effective share of the nodes
+_LEAST_SPREAD = 0.2  # least eigenvalue of the covariance
+_FARTHEST = 2.0  # largest coordinate of the mean
 
 
 class QuadratureRule(NamedTuple):
@@ -100,7 +101,7 @@ def two_shells(dimensions: int) -> QuadratureRule:
     """Return central composite designs on two spheres: positive weights, exact up to degree 4, as `tilt` needs.
 
     On each sphere the ends of the axes and a fractional factorial design of resolution V, which are a spherical design
-    in proportion 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
+    with weights 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
     spheres are mirror images, so that moments of degree 5 nearly cancel.
     """
     if dimensions < 1:
@@ -147,7 +148,7 @@ def default_rule(dimensions: int) -> QuadratureRule:
 
 
 def scout_rule(dimensions: int) -> QuadratureRule:
-    """Return a rule of few nodes, which finds out where a larger one is to go."""
+    """Return a rule with few nodes, which finds the position for a larger one."""
     return gauss_hermite(dimensions, 5 if dimensions < 2 else 3) if dimensions < 4 else two_shells(dimensions)
 
 
@@ -224,7 +225,7 @@ def _moved(
         if not all_enough:
             few = ~enough
             shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
-        if move >= _PATIENT:  # two places in turn are left by half a move
+        if move >= _PATIENT:  # alternation between two positions ends with half a move
             eye = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device)
             shift = torch.where(enough[:, None], shift / 2, shift)
             half = torch.where(enough[:, None, None], (half + eye) / 2, half)
@@ -290,7 +291,7 @@ def _power(seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], rati
 
 
 class _Powers(NamedTuple):
-    """A rule's nodes and their products, of which all moments are sums."""
+    """A rule's nodes and their products, in which all moments are sums."""
 
     nodes: Tensor  # (R, s)
     products: Tensor  # (R, s (s + 1) / 2)

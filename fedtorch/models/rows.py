@@ -1,4 +1,4 @@
-"""Clients' rows as models take them in: the shapes that are expected, float64, finite.
+"""Clients' rows for models, with checks of shapes and finiteness, in float64.
 
 Rows of a regression are (x, y), or (x, y, {"offset": …, "weight": …, "trials": …}) with any of these names, a number
 for each row: a term of the predictor, the row's weight, and the number of trials in which y counts successes. A model
@@ -46,7 +46,7 @@ class Observations(NamedTuple):
     trials: Tensor | None = None  # (K, N) whole, at least 1
 
     def whitened(self) -> tuple[Tensor, Tensor]:
-        """Return x and y as rows of one variance and without an offset."""
+        """Return x and y as rows with unit variance and without an offset."""
         x, y = self.x, self.y
         if self.offset is not None:
             y = y - self.offset
@@ -104,7 +104,7 @@ def log_weights(data: Any) -> Tensor:
 
 
 def _parted(batch: Tree, extras: Sequence[str]) -> tuple[Tree, Mapping[str, Tensor]]:
-    """Return rows without their third field, and that field, whose names must be known."""
+    """Separate rows from their third field, whose names must be known."""
     if not (isinstance(batch, tuple) and len(batch) == 3 and isinstance(batch[2], Mapping)):
         return batch, {}
     unknown = [name for name in batch[2] if name not in extras]
@@ -188,9 +188,7 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str, told: str | None = None) -> None:
-    """Raise `BadClients` with this message if any of the clients `(K,)` is bad; `told` is a version without rows'
-    values.
-    """
+    """Raise `BadClients` with this message if any client `(K,)` is bad; `told` is a version without rows' values."""
     if bool(bad.any()):
         raise BadClients(bad.nonzero()[:, 0], message, told)
 

@@ -110,7 +110,7 @@ def as_positions(positions: Any, nodes: int) -> Tensor | None:
 
 
 def places_of(ids: Any, nodes: int) -> tuple[Tensor, Tensor]:
-    """Return different nodes as a tensor, and the place of every one of `nodes` nodes among them, −1 of the others."""
+    """Return different nodes as a tensor, and the position of each of `nodes` nodes among them, −1 for others."""
     chosen = torch.as_tensor(ids, dtype=torch.int64)
     if chosen.ndim != 1 or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < nodes):
         raise ValueError(f"Expected ids of nodes from 0 to {nodes - 1}, but got {chosen.tolist()[:9]}…")
@@ -213,7 +213,9 @@ def of_neighbours(neighbours: Any) -> tuple[Tensor, int]:
 
 
 def on_sphere(places: Tensor) -> Tensor:
-    """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords order as great circles."""
+    """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords are ordered as great
+    circles.
+    """
     if places.ndim != 2 or places.shape[1] != 2 or bool((places[:, 0].abs() > 90).any()):
         raise ValueError(
             "Expected latitudes from −90 to 90 and longitudes in degrees, (n, 2), but got shape "
@@ -251,10 +253,10 @@ def as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str 
 
 
 def independent_pairs(nodes: int, p: float, key: Tensor) -> Tensor:
-    """Draw pairs i < j of `nodes` by coins of probability p, `(E, 2)` in lexicographic order.
+    """Draw pairs i < j of `nodes` independently with probability p, `(E, 2)` in lexicographic order.
 
-    A geometric number of pairs is skipped from edge to edge, so that the time grows with the number of edges and not
-    with that of pairs.
+    The number of pairs between two edges is geometric, so the time grows with the number of edges and not with that of
+    pairs.
 
     Source: Batagelj and Brandes (2005), "Efficient generation of large random networks".
 

@@ -220,7 +220,7 @@ def perturbed_gradient_bound(factor: float, start: float, perturbations: Sequenc
 
 
 def _tidy(rounds: float) -> float:
-    """Return a number without the rounding that would make 5 + 1e-16 rounds six."""
+    """Round away errors that would turn 5 + 1e-16 rounds into six."""
     return rounds * (1 - 1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Clusters of nodes: by their parameters, by the network, or by which parameters a GTV solution ties.
+"""Clusters of nodes: by their parameters, by the network, or by equal parameters in a GTV solution.
 
 Every function returns labels `(n,)`, numbered by their first nodes, so that equal partitions are equal tensors.
 
@@ -127,7 +127,7 @@ def _leading_vectors(network: Network, count: int) -> Tensor:
     if network.nodes <= _DENSE or count >= network.nodes - 1:
         return torch.linalg.eigh(torch.from_numpy(matrix.toarray())).eigenvectors[:, -count:]
     start = random.normal(random.key(network.nodes), (network.nodes,), torch.float64).numpy()
-    # Moved by one, the eigenvalues of interest are also the largest in size.
+    # Shifted by one, the relevant eigenvalues are also the largest in absolute value.
     _, vectors = eigsh(matrix + diags([1.0], shape=matrix.shape), count, which="LA", v0=start, tol=1e-8)
     return torch.from_numpy(vectors)
 

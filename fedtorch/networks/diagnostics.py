@@ -124,7 +124,9 @@ def _smallest(matrix: Tensor) -> float:
 
 
 def _smallest_positive(matrix: Tensor, nullity: int) -> float:
-    """Return the smallest eigenvalue beyond the null space: by the inverse, as beside large ones it may be rounding."""
+    """Return the smallest eigenvalue outside the null space, by the inverse, because it may be rounding beside large
+    ones.
+    """
     parts = linalg.equilibrated(matrix)
     if int(parts.rank) != len(matrix) - nullity:
         return float(torch.linalg.eigvalsh(matrix)[nullity])
@@ -147,7 +149,7 @@ def _warn(network: Network, nullity: int) -> None:
 
 
 def _check_minimum(problem: LinearProblem) -> None:
-    """Raise ValueError unless b is orthogonal to the null space: else the objective falls without end."""
+    """Raise ValueError unless b is orthogonal to the null space: otherwise the objective is unbounded below."""
     b, (labels, number), (component, vectors) = problem.cross, problem.components, problem.null_space
     if not bool(b.isfinite().all()):
         raise ValueError("Expected finite right-hand sides X'y/m, but got NaN or infinity")
@@ -178,7 +180,7 @@ def _extremes(problem: LinearProblem) -> tuple[float, float]:
 
 def _cluster_bound(network: Network, inside: Tensor, alpha: float) -> ClusterBound:
     ids = inside.nonzero().flatten()
-    # A node alone has no deviation from its mean: as good as a connectivity without end.
+    # An isolated node does not deviate from its mean, as with infinite connectivity.
     within = network if len(ids) == network.nodes else network.subnetwork(ids)
     connectivity = within.algebraic_connectivity if len(ids) > 1 else math.inf
     return ClusterBound(len(ids), connectivity, cluster_boundary(network, inside), alpha)

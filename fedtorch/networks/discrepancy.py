@@ -1,8 +1,9 @@
 r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theory to practice", section 7.3).
 
-Most methods have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i
-- z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to `Network.k_nearest`, which never forms
-all pairs; `distances` forms them, for `learning.regular` and `learning.edge_budget`.
+Most methods have two steps: a vector z_i that represents the data set of node i, and the distance
+:math:`D(i, j) = |z_i - z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to
+`Network.k_nearest`, which never forms all pairs; `distances` forms them, for `learning.regular` and
+`learning.edge_budget`.
 
 Vectors leave the nodes, and disclose information about their data: at least a mean or a gradient.
 
@@ -171,10 +172,10 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
 def autoencoder_code(
     data: FederatedData, *, seed: int = 0, code: int = 2, hidden: int = 16, iterations: int = 200
 ) -> Tensor:
-    """Return the mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
+    """Return the mean code of each node's rows in an autoencoder trained on all rows, `(n, code)`.
 
     Rows are all fields side by side, standardised; encoder and decoder have one layer of `hidden` tanh units each, or
-    none with `hidden=0`, which is principal components. Trained by L-BFGS on the mean squared error.
+    none with `hidden=0`, which gives principal components. Trained by L-BFGS on the mean squared error.
 
     Args:
         data: the nodes' rows.

@@ -4,8 +4,8 @@ Given discrepancies D(i, j) ≥ 0 of the nodes' data sets, choose weights A that
 
 .. math:: \sum_{i, j} A_{ij} D(i, j), \quad A_{ij} = A_{ji} \in [0, 1], \quad A_{ii} = 0
 
-small (7.4), under one condition more: `nearest` gives every node its k nearest, `regular` fixes every node's degree
-(7.6), `edge_budget` the number of edges (7.7). `ft.neighbour_search` and `ft.edge_weights` do so without a place that
+small (7.4), under one further condition: `nearest` gives every node its k nearest, `regular` fixes every node's degree
+(7.6), `edge_budget` the number of edges (7.7). `ft.neighbour_search` and `ft.edge_weights` do so without any place that
 has all discrepancies.
 
 >>> import torch
@@ -46,7 +46,8 @@ _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this
 def nearest(discrepancy: Tensor, k: int, names: Sequence[str] | None = None) -> Network:
     """Join two nodes by an edge of weight one when either is among the k nearest of the other.
 
-    For vectors, `Network.k_nearest` does so without all pairs, and `ft.neighbour_search` without a place that has them.
+    For vectors, `Network.k_nearest` does so without all pairs, and `ft.neighbour_search` without any place that has all
+    vectors.
 
     Args:
         discrepancy: D, `(n, n)` symmetric, not negative; the diagonal does not matter.
@@ -86,7 +87,7 @@ def regular(
 ) -> Network:
     """Solve (7.6): every node has the given weighted degree; edges of weight zero are left out.
 
-    As a linear program weights are multiples of one half when the degree is a whole number. Projected gradient steps
+    As a linear program weights are multiples of one half if the degree is a whole number. Projected gradient steps
     (4.17) may end at the mean of several optima, with other weights.
 
     Args:

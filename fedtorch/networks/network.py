@@ -123,7 +123,7 @@ class Network:
     def adjacency(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
         """Return the matrix A as sparse CSR `(n, n)` with sorted columns; made once per dtype and device.
 
-        The indices are int32 where they fit, as the sparse products of MKL and cuSPARSE take them.
+        The indices are int32 if they fit, as required by the sparse products of MKL and cuSPARSE.
         """
         made: dict[tuple[torch.dtype, str], Tensor] = self.__dict__["_adjacencies"]
         which = (dtype, str(torch.device(device or "cpu")))

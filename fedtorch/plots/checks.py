@@ -1,4 +1,4 @@
-"""What a fitted model predicts beside what was observed: calibration, and responses drawn anew.
+"""Predictions of a fitted model with observations: calibration, and replicated responses.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -33,17 +33,17 @@ __all__ = ["calibration", "predictive_check"]
 
 
 def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
-    """Draw how often yes/no responses came true by their predicted probability, with intervals and the isotonic curve.
+    """Draw observed frequencies of yes/no responses by predicted probability, with intervals and the isotonic curve.
 
     Args:
         run: of `ft.ep` with a hierarchical logistic model, on rows at hand or on sites whose policies have
             `after_fit=("checks",)`; or of `ft.gibbs` with a sampler that recorded sites.
-        bins: of about equally many rows.
+        bins: number of bins, with about equally many rows.
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else.
-        RuntimeError: sites that do not tell checks.
+        TypeError: another kind of run.
+        RuntimeError: sites that do not allow checks.
     """
     figure = new_figure(5.2, 4.8)
     axes = figure.subplots()
@@ -56,18 +56,17 @@ def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
 
 @literal()
 def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
-    """Draw observed responses beside those that the model draws anew.
+    """Draw observed responses with replicated ones.
 
     Args:
         run: as for `calibration`, with any hierarchical model.
-        of: "rows", the density of numbers or the square roots of how often each count is there (a rootogram); or
-            "sites", each site's mean, of yes/no responses its share of yes. Default: rows, and sites of yes/no
-            responses.
+        of: "rows", the density of numbers or the square roots of the frequencies of counts (a rootogram); or "sites",
+            each site's mean, for yes/no responses its share of yes. Default: rows, and sites for yes/no responses.
         level: probability of the bands.
 
     Raises:
-        TypeError: a run of something else, or `of="rows"` of yes/no responses.
-        RuntimeError: sites that do not tell checks.
+        TypeError: another kind of run, or `of="rows"` for yes/no responses.
+        RuntimeError: sites that do not allow checks.
     """
     if of not in ("", "rows", "sites"):
         raise ValueError(f"Expected of= 'rows' or 'sites', but got {of!r}")

@@ -1,4 +1,4 @@
-"""Effects of sites: their intervals, how far they are drawn to the mean, and which are far from it for their size.
+"""Effects of sites: intervals, shrinkage to the mean, and unusual sites given their size.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -37,7 +37,7 @@ _LIMITS = ((1.959964, "95 %"), (3.090232, "99.8 %"))
 
 @literal()
 def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
-    """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
+    """Draw each site's coefficients with their intervals, ordered, with the common coefficient below.
 
     Args:
         run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
@@ -46,8 +46,8 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else.
-        RuntimeError: sites that do not tell effects.
+        TypeError: another kind of run.
+        RuntimeError: sites that do not allow effects.
         ValueError: no such coefficient.
     """
     return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])
@@ -55,19 +55,19 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
 
 @literal()
 def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
-    """Draw each site's own estimate and where partial pooling has drawn it; arguments are those of `forest`.
+    """Draw each site's own estimate and its partially pooled one; arguments are those of `forest`.
 
-    A site whose rows say nothing of a coefficient has no estimate of its own.
+    A site whose rows have no information about a coefficient has no own estimate.
     """
     return _forests([site_forest(*each, level=level, own=True) for each in _chosen(run, coefficient, level)])
 
 
 @literal()
 def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
-    """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
+    """Draw each site's own estimate against its precision, with the limits of random variation.
 
-    Inner limits hold 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the spread that the
-    model has found between sites; the first of those outside are named. Arguments are those of `forest`.
+    Inner limits contain 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the estimated
+    spread between sites; the first of those outside are named. Arguments are those of `forest`.
     """
     made = [site_funnel(*each) for each in _chosen(run, coefficient, 0.9)]
     figure = new_figure(6.4 * len(made), 4.4)
@@ -80,7 +80,7 @@ def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
 
 
 def site_forest(estimates: SiteEstimates, j: int, *, level: float, own: bool = False) -> Forest | None:
-    """Return the forest of a coefficient; with the sites' own estimates, too, where asked."""
+    """Build the forest of a coefficient, with the sites' own estimates if `own`."""
     name = estimates.coefficients[j]
     order = estimates.mean[:, j].argsort(stable=True).tolist()
     columns = (part[:, j].tolist() for part in (estimates.low, estimates.mean, estimates.high, estimates.own))
@@ -96,7 +96,7 @@ def site_forest(estimates: SiteEstimates, j: int, *, level: float, own: bool = F
 
 
 def site_funnel(estimates: SiteEstimates, j: int) -> Chart | None:
-    """Return the funnel of a coefficient, None where no site has an estimate of its own."""
+    """Build the funnel of a coefficient, None if no site has an own estimate."""
     effects, sd = estimates.own[:, j].numpy(), estimates.own_sd[:, j].numpy()
     known = np.isfinite(effects) & np.isfinite(sd) & (sd > 0)
     if not known.any():
@@ -123,7 +123,7 @@ def site_funnel(estimates: SiteEstimates, j: int) -> Chart | None:
 
 
 def _apart(labels: Sequence[Label]) -> list[Label]:
-    """Return the labels that do not lie over earlier ones."""
+    """Return the labels that do not overlap earlier ones."""
     reach = [max((getattr(one, side) for one in labels), default=0.0) for side in ("x", "y")]
     reach = [end - min((getattr(one, side) for one in labels), default=0.0) for end, side in zip(reach, ("x", "y"))]
     shown: list[Label] = []
@@ -134,7 +134,7 @@ def _apart(labels: Sequence[Label]) -> list[Label]:
 
 
 def _chosen(run: Run, coefficient: str | Sequence[str] | None, level: float) -> list[tuple[SiteEstimates, int]]:
-    """Return estimates and the numbers of the coefficients that are drawn."""
+    """Return estimates and the indices of the drawn coefficients."""
     estimates = site_estimates(run, level)
     if coefficient is None:
         return [(estimates, j) for j in range(min(_PANELS, len(estimates.coefficients)))]
@@ -157,7 +157,7 @@ def _forests(made: Sequence[Forest | None]) -> Figure:
 
 
 def _share_legend(figure: Figure) -> None:
-    """Name what all panels show once, below them."""
+    """Draw the common legend of all panels, below them."""
     parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
     columns = max(1, min(len(parts), int(figure.get_figwidth() / 2.6)))
     figure.legend(

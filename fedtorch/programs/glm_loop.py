@@ -4,20 +4,20 @@ With the mean gradient g of a batch, and with λ and h as in `glm_steps`, the sl
 
 .. math:: s = g(\theta_k) + \lambda_k \theta_k - h_k,
 
-and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` do with s as the gradient; of
-plain SGD the part of λ and h first, which is the same.
+and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` with s as the gradient; plain SGD
+first takes the step of λ and h, which gives the same result.
 
-The program takes all steps of a client while its rows are in the cache. Without it a loop over steps has a few
+The program takes all steps of a client while its rows are in the cache. The reference is a loop over steps with a few
 products each. Bound: one read of the data, or 4 N d T operations a client.
 
-Rows are taken 64 at a time, a tile, and brought into columns, a run of 64 numbers for each feature, so that linear
-predictors are sums over features with a row in each lane. Where a client takes all of its rows in every step, and they
-are not very many, that is done once. Gradients of few features are sums over the same columns, of 16 lanes, which are
-added at the end of a step in one order; those of many features are sums of rows as they lie in memory. Losses and
-their derivatives are computed in float64.
+Rows are processed 64 at a time, a tile, transposed into columns, a run of 64 numbers for each feature, so that linear
+predictors are sums over features with a row in each lane. If a client uses all of its rows in every step, and they are
+not very many, that is done once. Gradients of few features are sums over the same columns, of 16 lanes, which are added
+at the end of a step in one order; those of many features are sums of rows as stored. Losses and their derivatives are
+computed in float64.
 
 Arrays are flat, one run after another, and are passed whole with the number of a tile: views of them, and branches
-between them, would have numba count who refers to them in every step.
+between them, would make numba count references in every step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fedtorch.programs.philox import exponential, logarithm
 from fedtorch.programs.threads import in_threads
 
 _GAUSSIAN, _BERNOULLI, _CATEGORICAL = 0, 1, 3
-_HELD = 2**20  # numbers of a client's rows that are held in columns
+_HELD = 2**20  # most numbers of a client's rows stored as columns
 _NARROW, _SUMS = 32, 2**10  # most features, and numbers of a gradient, that are summed in lanes
-_PRODUCTS = 2**15  # rows, of 64 of which a factor between 1 and 2 comes: their product is a number
+_PRODUCTS = 2**15  # rows, 64 of which have a factor between 1 and 2 each: their product is finite
 _LANES, _ROWS = 16, 64
 _LOST, _LOGS, _WHOLE, _MOST = 0, 64, 128, 192  # runs of float64
 _PLACES = 2**62 - 1  # more than any place
@@ -48,13 +48,13 @@ _PLACES = 2**62 - 1  # more than any place
 
 @program(inline=True)
 def place(number):
-    """Return a number that is not negative as one of which the compiler knows it: it counts none from the end."""
+    """Return a nonnegative number as unsigned, so that the compiler does not wrap indices from the end."""
     return number & _PLACES
 
 
 @program()
 def _begun(parameters, first, classes, features, each, weights, width, gradient, sums):
-    """Write a client's parameters as weights, and zeros to what is summed."""
+    """Write a client's parameters as weights, and zeros to the accumulators."""
     for c in range(classes):
         theta, offset = place(first + c * each), place(c * (width + 1))
         for j in range(features):
@@ -69,9 +69,9 @@ def _begun(parameters, first, classes, features, each, weights, width, gradient,
 
 @program()
 def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, wholes, tile, width, features):
-    """Fill a tile with rows of a client, which begin at row `first` of all; return how many are not left out."""
+    """Fill a tile with rows of a client, from row `first` of all; return how many are not left out."""
     to, of_rows, of_labels = place(tile * width * _ROWS), place(2 * tile * _ROWS), place((2 * tile + 1) * _ROWS)
-    places = place(len(wholes) - features)  # of the columns, read, for else the compiler scatters
+    places = place(len(wholes) - features)  # read from memory, because the compiler would scatter otherwise
     count = 0
     for i in range(begin, end):
         row = first + (chosen[step, k, i] if chosen.shape[2] > 0 else i)
@@ -164,7 +164,7 @@ def _misfits_of_classes(classes, lanes, count, eta, wholes, tile, sums):
             eta[offset + i] = e
     for i in range(count):
         whole = sums[_WHOLE + i]
-        sums[_LOST + i] += logarithm(whole) + (whole - whole)  # of NaN the logarithm's formula gives a number
+        sums[_LOST + i] += logarithm(whole) + (whole - whole)  # for NaN the logarithm's formula gives a number
         sums[_WHOLE + i] = 1.0 / whole
     for c in range(classes):
         offset = place(c * _ROWS)
@@ -246,7 +246,7 @@ def _gathered(sums, width, classes, features, parameters, gradient):
 
 @program()
 def _multiplied(sums, used):
-    """Add the logarithms of what has been multiplied."""
+    """Add the logarithms of the accumulated products."""
     for i in range(used):
         sums[_LOST + i] += logarithm(sums[_LOGS + i])
         sums[_LOGS + i] = 1.0
@@ -254,7 +254,7 @@ def _multiplied(sums, used):
 
 @program()
 def _told(family, sums, losses, used, seen):
-    """Add the mean loss of a step to the losses, and begin anew."""
+    """Add the mean loss of a step to the losses, and reset the accumulator."""
     if family == _BERNOULLI:
         _multiplied(sums, used)
     share = 1.0 / float64(seen)  # 0 / 0 where all rows are left out, as in torch
@@ -263,10 +263,10 @@ def _told(family, sums, losses, used, seen):
         sums[_LOST + i] = 0.0
 
 
-# Steps are functions of their own, for a branch among arrays makes numba count who refers to them, in every step.
+# Steps are separate functions, because a branch among arrays makes numba count references in every step.
 @program()
 def _scale(slope, seen):
-    """Make a mean of a sum over so many rows."""
+    """Divide a sum by the number of rows."""
     each = slope.dtype.type(1.0 / float64(max(seen, 1)))
     for j in range(len(slope)):
         slope[j] *= each
@@ -490,7 +490,7 @@ def _flat(tensor: Tensor) -> numpy.ndarray:
     return tensor.detach().contiguous().view(-1).numpy()
 
 
-_RUN = 2**10  # of a run of steps of the loop, which stay in the cache
+_RUN = 2**10  # steps in a run of the loop, which stay in the cache
 
 
 def glm_loop(
@@ -510,13 +510,13 @@ def glm_loop(
 
     Args:
         family, x, y, start, lr, precision, shift: as of `glm_steps`.
-        runs: the most rows that a run may have, None for any number -> runs: of S steps after another the rows
-            `(S, K, B)`, of which those beyond a client's size repeat others, or None for the first ones; and the sizes
-            `(S, K)`. No client takes its last step within one.
+        runs: the most rows of a run, None for any number -> runs: of S consecutive steps the rows `(S, K, B)`, of which
+            those beyond a client's size repeat others, or None for the first ones; and the sizes `(S, K)`. No client
+            takes its last step within one.
         total: `(K,)` steps of each client.
         rule: how slopes become steps; None for plain SGD.
 
-    Not differentiable: where a gradient is asked for the loop runs, whose operations in place torch refuses to go back.
+    Not differentiable: if a gradient is needed, the loop runs, whose in-place operations make torch raise an error.
     """
     theta = start.reshape(*start.shape[:2], -1)
     pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
@@ -528,7 +528,7 @@ def glm_loop(
 
 
 def _known(family: Family, tensors: Sequence[Tensor], classes: int) -> bool:
-    """Return whether the program takes these tensors, first of all x, y and the start."""
+    """Return whether the program supports these tensors, in particular x, y and the start."""
     x, y, start = tensors[:3]
     taking = _STEPS.get(x.dtype)
     if start.dtype != x.dtype or taking is None or not taking.usable(tensors):
@@ -551,7 +551,7 @@ def _looped(
     shift: Tensor | None,
     rule: Rule | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `glm_loop` does, by a loop over steps in which clients that are done take no part."""
+    """Compute `glm_loop` by a loop over steps, in which finished clients take no part."""
     rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
     width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
     theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)
@@ -559,7 +559,7 @@ def _looped(
     pull = None if precision is None or shift is None else (precision[:, None, None], shift.reshape(theta.shape))
     moments = tuple(torch.zeros_like(theta) for _ in range(moments_of(rule)))
     done, ends = (torch.empty_like(theta), torch.empty_like(losses)), set(total.tolist())
-    whole = rows[None], y[None]  # of the clients that are here, for steps that take all rows
+    whole = rows[None], y[None]  # of the active clients, for steps that use all rows
     client, here = torch.arange(len(start)), (theta, losses, pull, width * torch.arange(len(start))[:, None], moments)
     step = 0
     for place, size in runs:
@@ -592,7 +592,7 @@ def _run(
     rule: Rule | None,
     first: int,
 ) -> None:
-    """Take the steps of sizes `(S, K)` by the clients that are `here`, in place; rows are of each step, or of all."""
+    """Take the steps of sizes `(S, K)` of the active clients, in place; rows are of each step, or of all."""
     theta, losses_sum, pull, _, moments = here
     steps, labels, share = len(size), family.code == CATEGORICAL.code, 1 / design.shape[2]
     inside = None
@@ -611,7 +611,7 @@ def _run(
     weight = (None,) * steps if weights is None else _of(steps, weights).unbind()
     less = theta.new_full((), -1.0).expand(wanted.shape[1:])
     keep, push = (None, None) if pull is None or rule is not None else (1 - lr * pull[0], lr * pull[1])
-    outputs = []  # what losses are made of: linear predictors, or the log probabilities of labels
+    outputs = []  # inputs of the losses: linear predictors, or the log probabilities of labels
     for number, (x, transposed, y, w) in enumerate(zip(*each, weight), first):
         predictor = x @ theta
         if labels:
@@ -639,5 +639,5 @@ def _run(
 
 
 def _of(steps: int, part: Tensor) -> Tensor:
-    """Return the part for each of the steps, where it is one of all."""
+    """Return the part for each of the steps, if it is common to all."""
     return part.expand(steps, *part.shape[1:])

@@ -4,15 +4,15 @@ r"""T gradient steps of K generalised linear models, each on its own rows, in on
     \theta_k) + \lambda_k \theta_k - h_k \Big)
 
 with the mean losses of `torch.nn.functional`: `mse_loss`, `binary_cross_entropy_with_logits`, `poisson_nll_loss`,
-`cross_entropy`. A client's parameters stay in registers for all steps, and its rows too where they are few; else they
-are read again every step, from the cache where they fit there. Wide Gaussian models with many steps are better solved
-from their Gram matrices, as `fedtorch.federation.solvers.least_squares` does.
+`cross_entropy`. A client's parameters stay in registers for all steps, and its rows too if they are few; otherwise they
+are read in every step, from the cache if they fit. Wide Gaussian models with many steps are better solved from their
+Gram matrices, as in `fedtorch.federation.solvers.least_squares`.
 
 Source: McCullagh and Nelder, "Generalized linear models", 1989, section 2.5, for canonical links. Bound: one read of
 the data while it stays resident, or 4 N d T operations a client. Not measured yet.
 
-Differentiable by its reference only, which runs where a gradient is asked for. Programs know float32 and float64,
-classes in float32.
+Differentiable by its reference only, which runs if a gradient is needed. Programs support float32 and float64, classes
+in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedtorch.programs.choice import FLOATS, triton_programs
 from fedtorch.programs.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
-_RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
+_RESIDENT = 2**13  # numbers of a client's rows that stay in registers; in float64, whose logarithms need many, 2**11
 _TILE = 2**14  # bytes of the rows that are read at a time otherwise
 IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
@@ -48,7 +48,7 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Return whether the program takes so many features, the constant included, and classes."""
+    """Return whether the program supports this many features, the constant included, and classes."""
     if family.code == CATEGORICAL.code:
         return dtype == torch.float32 and 0 < features <= MOST_WITH_CLASSES and classes <= MOST_CLASSES
     return dtype in FLOATS and 0 < features <= MOST_FEATURES
@@ -72,9 +72,9 @@ def glm_steps(
 
     Args:
         family: `GAUSSIAN`, `BERNOULLI`, `POISSON` or `CATEGORICAL`.
-        x: rows `(K, N, d)`; those beyond a client's count are not looked at.
+        x: rows `(K, N, d)`; those beyond a client's count are not read.
         y: responses `(K, N)`, for `CATEGORICAL` classes 0, 1, …, or -100 for rows that are left out.
-        count: `(K,)` rows of each client; who has none only follows λ and h.
+        count: `(K,)` rows of each client; one without rows only follows λ and h.
         start: `(K, p)`, for `CATEGORICAL` `(K, p, classes)`, p = d, or d + 1 with the intercept at the end.
         steps: T, the most that a client takes.
         lr: η.

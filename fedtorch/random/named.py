@@ -1,8 +1,8 @@
-"""Numbers of clients' names, that draws are made by: who else is there, and in which order, changes nobody's draws.
+"""Numbers of clients' names, from which random draws derive, independent of the other clients and their order.
 
-A name that is a whole number below 2⁶³, as it is written without leading zeros, is its own number, so that clients
-without names, whose names are `"0"`, `"1"`, …, are numbered as they stand. Any other name has the upper 63 of the 64
-bits of its BLAKE2b digest, of its UTF-8 text. The numbers are folded into a round's key, one for each client.
+A name that is a whole number below 2⁶³, written without leading zeros, is its own number, so clients without names,
+whose names are `"0"`, `"1"`, …, have their positions as numbers. Any other name has the upper 63 of the 64 bits of the
+BLAKE2b digest of its UTF-8 text. The numbers are folded into a round's key, one for each client.
 
 >>> numbers(("0", "1", "2")), numbers(("7", "3"))
 (tensor([0, 1, 2]), tensor([7, 3]))
@@ -23,7 +23,7 @@ _DIGITS = 19  # of the largest number below 2**63
 
 @functools.lru_cache(maxsize=8)
 def numbers(names: tuple[str, ...]) -> Tensor:
-    """Return the number of each name, `(K,)` int64 of at least zero; not to be written in, for it is kept.
+    """Return the number of each name, `(K,)` int64 of at least zero; cached, so do not write to it.
 
     Raises:
         ValueError: two names have the same number; the message names both.

@@ -1,4 +1,4 @@
-"""Tables of text as Markdown, HTML and LaTeX, with whatever stands in names escaped."""
+"""Tables of text as Markdown, HTML and LaTeX, with escaped names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""An alarm for drift: the numbers that a model is watched by have become worse than they used to be.
+r"""A drift alarm: a recorder that detects when monitored values of a model have become worse.
 
 Page and Hinkley's test adds up by how much each value exceeds the mean of all values so far, less a slack δ,
 

@@ -1,4 +1,4 @@
-r"""Subjective explainability: models that a user can anticipate.
+r"""Subjective explainability: models whose outputs a user can anticipate.
 
 A user i predicts the model's output for some rows, :math:`u_i(x)`. The error of these guesses is the measure (8.11),
 :math:`\frac1{t_i} \sum_x (u_i(x) - \hat h_i(x))^2`, and (8.12) adds it, times ρ, to the node's loss:
@@ -80,8 +80,9 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
     """Repeat every client's rows and its user's signals until their mean loss is that of (8.12) over 1 + ρ.
 
     The number of copies is stored with each row, so that `explainable` solvers count a client's own rows once each: in
-    FedAvg a client has the same weight as without signals. To pool, pool both first: `augmented(data.pool(),
-    signals.pool(), rho)`. Rows are then `{"augmented": rows, "times": copies of each, 0 for signals}`.
+    FedAvg a client has the same weight as without signals. To pool, pool both first:
+    `augmented(data.pool(), signals.pool(), rho)`. Rows are then
+    `{"augmented": rows, "times": copies of each, 0 for signals}`.
 
     Args:
         data: the rows.
@@ -157,7 +158,7 @@ def explainability(run: Run, signals: FederatedData) -> Score:
 
 
 def _repeats(rho: float, rows: int, signals: int, most: int, name: str) -> tuple[int, int]:
-    """Return how often a client's rows are repeated, and its signals."""
+    """Return the number of copies of a client's rows, and of its signals."""
     if rows == 0:
         return 1, 1
     exact = Fraction(rho) * rows / signals

@@ -204,7 +204,7 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
 
 
 def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the fingerprint of the run that a checkpoint is of.
+    """Return the fingerprint of a checkpoint's run.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -248,7 +248,7 @@ def _code_digest() -> str:
 
 
 def spans(ids: Tensor) -> str:
-    """Return ascending numbers as spans, such as `"0-2,5"`.
+    """Return ascending numbers as ranges, such as `"0-2,5"`.
 
     Example:
         >>> import torch
@@ -297,5 +297,5 @@ def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:
 
 
 def _number(value: Any) -> float | str:
-    """Return a number as JSON may hold it: NaN and infinities as text."""
+    """Return a number in JSON: NaN and infinities as text."""
     return float(value) if math.isfinite(value) else str(float(value))

@@ -1,4 +1,4 @@
-r"""Draws of the normal distribution of sites' rows with missing cells from its posterior: data augmentation.
+r"""Data augmentation: posterior draws of the normal distribution of sites' rows with missing cells.
 
 In the first round sites send the number, sum and sum of squares (about the start) of each column's observed values,
 which set the prior's units; for columns far from the start, a second round takes them about the means. In each other
@@ -37,7 +37,7 @@ from fedtorch.models.incomplete_normal import Gaps, Normal, SiteNormal, drawn, g
 
 RIDGE = 1.0  # ε, in rows
 _FAR = 1e6  # squared sds
-_AT_ONCE = 2**21  # numbers of completed rows of several chains
+_AT_ONCE = 2**21  # most numbers of completed rows of several chains
 WEIGHT, GUESS = 2.0, 0.1  # ν in sites, and c: the prior guess of τ, in variances of the columns
 
 
@@ -106,7 +106,7 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
 
 
 def _observed(data: Gaps, rows: Tensor, mean: Tensor) -> _Sums:
-    """Return sums over the observed cells of values less the start `(K, M, p)`."""
+    """Return sums over the observed cells of values minus the start `(K, M, p)`."""
     seen = (data.observed & rows[..., None]).to(data.values.dtype)
     values = (data.values[:, None] - mean[:, :, None]) * seen[:, None]
     first, square = (leaf.sum(2) for leaf in (values, values.square()))
@@ -130,7 +130,7 @@ def _server(state: NormalDraws, aggregate: Sum, key: Tensor, *, between: bool) -
 
 
 def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
-    """Return whether sums about the start lose digits of the variances, for the means `(p,)` are too far from it.
+    """Return whether the means `(p,)` are so far from the start that sums about it lose digits of the variances.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> far(1e4 * one, 1e4 * one, one), far(1e-16 * one, one, 0 * one)  # the second has moved by rounding
@@ -140,7 +140,7 @@ def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
 
 
 def _rounding(mean: Tensor) -> Tensor:
-    """Return the variance of values that are all the same, but for rounding."""
+    """Return the variance due to rounding of equal values."""
     return (64 * torch.finfo(mean.dtype).eps * mean).square()
 
 

@@ -1,6 +1,6 @@
-r"""GTV minimisation of any module with a penalty that ties nodes exactly, by ADMM over the edges.
+r"""GTV minimisation of any module with a penalty that makes nodes exactly equal, by ADMM over the edges.
 
-With s the difference that an edge from i to j settles on and u its dual, both at the server, a round is
+With s an edge's value for the difference of i and j, and u its dual, both at the server, a round is
 
 .. math::
     w_i \approx \arg\min_w L_i(w) + \frac\rho2 \sum_j \Big\|w - \frac{w_i + w_j}2 \mp \Big(\frac s2 - u\Big)\Big\|^2,
@@ -159,5 +159,5 @@ def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:
 
 
 def _report(server: EdgeServer) -> dict[str, Tensor]:
-    """Return into how many clusters of equal nodes the network falls."""
+    """Return the number of clusters of equal nodes."""
     return {"clusters": server.labels.max() + 1}

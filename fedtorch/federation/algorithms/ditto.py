@@ -1,4 +1,4 @@
-r"""Ditto: a shared model, and for every client a personal one that is drawn towards it.
+r"""Ditto: a shared model, and for every client a personal one with a proximal term towards it.
 
 The shared parameters θ are trained by federated averaging. In addition, a client of the cohort continues training its
 personal v_k, which never leaves it, on

@@ -1,4 +1,4 @@
-r"""Graph learning with conditions by message passing: the nodes agree on the weights of their edges by prices.
+r"""Graph learning under constraints by message passing: the nodes compute the weights of their edges from prices.
 
 Node i has a vector z_i. An edge of the network allows two nodes to be joined and to exchange messages, and only these
 two nodes know their discrepancy D(i, j) = ‖z_i − z_j‖. The algorithm finds weights A_ij = A_ji in [0, 1] with the least
@@ -80,7 +80,7 @@ class _Outbox(NamedTuple):
 
 
 def edge_weights(network: Network, width: int, *, degree: float | None = None, edges: float | None = None) -> Algorithm:
-    """Build the choice of edges' weights by the nodes themselves, for a degree of every node or a budget of edges.
+    """Build the nodes' choice of edge weights, for a given degree of every node or a budget of edges.
 
     A node's vector is the mean of its rows, all fields side by side; a known vector is passed as one row. The results
     are the nodes' tensors: `weights` `(n,)` of the edges to all others, from which `ft.Network.from_matrix` makes the

@@ -8,8 +8,8 @@ clients' average number of steps:
     \theta \leftarrow \theta + \eta\, \Big(\sum_k p_k s_k\Big) \sum_k p_k \frac{\theta_k - \theta}{s_k}, \qquad
     p_k = \frac{n_k}{\sum_{j} n_j},
 
-s_k being the sum of the learning rates that client k took. Of plain gradient steps this is the paper's normalised
-gradient, τ_k steps of one rate having s_k = τ_k · rate.
+s_k is the sum of the learning rates of client k's steps. For plain gradient steps this is the paper's normalised
+gradient: τ_k steps of one rate have s_k = τ_k · rate.
 
 Source: Wang, Liu, Liang, Joshi, Poor (2020), "Tackling the objective inconsistency problem in heterogeneous federated
 optimization", equations (6) and (9), with τ_eff = Σ_k p_k τ_k.

@@ -56,7 +56,7 @@ class GibbsServer(NamedTuple):
 
 
 def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains: int = 4) -> Algorithm:
-    """Build federated Gibbs sampling. Its parameters are the global one's start, `(p,)`, or `(C, p)` per chain.
+    """Build federated Gibbs sampling. Its parameters are the global variables' start, `(p,)`, or `(C, p)` per chain.
 
     Args:
         local: the clients' half of the sampler, such as `fedtorch.models.gibbs.sparse.regression()`.

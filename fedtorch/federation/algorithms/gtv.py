@@ -1,4 +1,4 @@
-r"""GTV minimisation: a model for every node of a network, neighbours' models drawn towards each other.
+r"""GTV minimisation: a model for every node of a network, with a penalty on the differences of neighbours' models.
 
 The nodes' parameters solve
 

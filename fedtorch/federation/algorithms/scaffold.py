@@ -1,4 +1,4 @@
-r"""SCAFFOLD: control variates take the clients' drift out of federated averaging.
+r"""SCAFFOLD: control variates that correct the clients' drift in federated averaging.
 
 A client's steps from the server's parameters θ are corrected by the difference of the server's control c and its own
 c_k, which is the `Quadratic` with λ = 0 and h = c_k − c; then it renews its control (the paper's option II), s_k being

@@ -94,13 +94,14 @@ class _Parts(NamedTuple):
 
 
 def shared_body(local: LocalSolver, heads: Algorithm, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """Build an averaged body under heads that another algorithm finds, in turn in every round.
+    """Build an averaged body under heads of another algorithm, trained in turn in every round.
 
     Args:
         local: solver of the body: of `ft.LinearHead(features, body, given=True)`, with `buffers="local"`.
         heads: an algorithm for linear models on the rows (φ(x), y), with the constant 1 as last feature if the
-            `LinearHead` has an intercept: `ft.matrix_normal` or `ft.separate` of `ft.least_squares(ft.LinearHead(p,
-            intercept=False))`, or `ft.ep` of `hierarchical.linear(hierarchical.normal(p))` and similar.
+            `LinearHead` has an intercept: `ft.matrix_normal` or `ft.separate` of
+            `ft.least_squares(ft.LinearHead(p, intercept=False))`, or `ft.ep` of
+            `hierarchical.linear(hierarchical.normal(p))` and similar.
         lr: the server's step on the body.
         weight: data -> `(K,)` positive weights of the bodies; default: the number of rows.
 

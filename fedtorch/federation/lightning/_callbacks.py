@@ -37,7 +37,7 @@ class RoundAveraging(StochasticWeightAveraging):
     """Average the server's parameters over the last rounds, and anneal the clients' learning rates to `swa_lrs`.
 
     Args:
-        given: the callback of a Trainer, whose settings and state these are.
+        given: the Trainer's callback, whose settings and state the average uses.
     """
 
     def __init__(self, given: StochasticWeightAveraging) -> None:
@@ -74,7 +74,7 @@ class RoundAveraging(StochasticWeightAveraging):
 
     @staticmethod
     def transfer_weights(src_pl_module: Any, dst_pl_module: L.LightningModule) -> None:
-        """Give the server the average."""
+        """Set the server's parameters to the average."""
         run = _run(dst_pl_module)
         leaves = [new.detach().clone() for new in src_pl_module.parameters()]
         old = _parameters(run.server)

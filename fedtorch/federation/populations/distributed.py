@@ -142,7 +142,7 @@ class _DistributedClients:
 
     Args:
         local: the clients of this rank.
-        own: their ids.
+        ids: their ids.
         population: of all clients.
     """
 
@@ -195,7 +195,7 @@ class _DistributedClients:
         aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(gathered.refused) if counts.refused else {}
         failed: dict[int, Exception] = {}
-        if counts.failed:  # the failure is known by the other ranks' messages
+        if counts.failed:  # other ranks report a failure by their messages
             why = self._join_refused({client: str(error) for client, error in gathered.failed.items()})
             failed = {client: gathered.failed.get(client, ValueError(text)) for client, text in why.items()}
         commit = lambda: self.local.commit(gathered.states)

@@ -106,7 +106,7 @@ def summed(
 
     Args:
         holder: holder of the clients' rows.
-        every: the rows that each source is of; the same clients with as many rows each.
+        every: sources of rows, all with the same clients and as many rows for each client.
         drawn: (a block of clients, their ids, numbers of their names) -> draws at these, such as `Draws.at`.
         of_rows: (all draws at some clients, some rows of each) -> values of these rows `(K, n, ...)`.
     """
@@ -125,8 +125,8 @@ def by_client(
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order.
 
-    Arguments are those of `summed`, except that the function, of all draws at some clients, returns a tree of `(K,
-    ...)`.
+    Arguments are those of `summed`, except that the function, of all draws at some clients, returns a tree of
+    `(K, ...)`.
     """
     first = every[0]
     who = torch.stack([torch.tensor(holder.numbers), holder.names], 1)

@@ -95,8 +95,9 @@ def clustered(data: FederatedData, labels: Tensor) -> Solution:
 
     Args:
         data: a client per node.
-        labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits (`ft.networks.discrepancy.
-            maximum_likelihood`), which needs rows enough at every node, `clustering.spectral`, or from elsewhere.
+        labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits
+            (`ft.networks.discrepancy.maximum_likelihood`), which needs enough rows at every node,
+            `clustering.spectral`, or from elsewhere.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes
@@ -112,8 +113,8 @@ def clustered_by_gtv(problem: LinearProblem, rounds: int = 20_000) -> Solution:
 
     The norm makes neighbours exactly equal or lets them differ, so that `Solution.clusters` can be read off; with the
     squared norm nodes of a cluster only approach each other, as far as (6.4) allows. The number of clusters follows
-    from α. The price is a bias: each cluster is pulled to its neighbours by a force αA_ij per edge; `clustered(data,
-    labels)` with these clusters has no such bias.
+    from α. The price is a bias: each cluster is pulled to its neighbours by a force αA_ij per edge;
+    `clustered(data, labels)` with these clusters has no such bias.
 
     Args:
         problem: losses, a network with more edges within clusters than between them, and α.
@@ -170,9 +171,9 @@ def vertical(
 
     Parameters of models with different features cannot be compared, but predictions for the shared examples can; the
     variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node:
-    regression trees never split at them, and least squares gives them no weight. Run it with `run = ft.run(algorithm,
-    ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(run)`. If one party only has the labels, or
-    predictions must not be compared, see `fedtorch.vfl`.
+    regression trees never split at them, and least squares gives them no weight. Run it with
+    `run = ft.run(algorithm, ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(run)`. If one party
+    only has the labels, or predictions must not be compared, see `fedtorch.vfl`.
 
     Args:
         make: a new regressor, such as a scikit-learn tree.

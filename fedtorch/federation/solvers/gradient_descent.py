@@ -111,11 +111,11 @@ def gradient_descent(
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
     Raises:
-        TypeError, ValueError, RuntimeError: at construction or when a population is bound: a module with `all_rows =
-            True`, whose loss needs all rows of a client, is given minibatches; the module cannot run stacked,
-            checkpoints activations, or cannot use the rows of some client (their number of features, their dtype,
-            labels out of range); or the loss depends on parameters that are not trained (a closure over `module`, a
-            plain list of parameters). The message has the remedy.
+        TypeError, ValueError, RuntimeError: at construction or when a population is bound: a module with
+            `all_rows = True`, whose loss needs all rows of a client, is given minibatches; the module cannot run
+            stacked, checkpoints activations, or cannot use the rows of some client (their number of features, their
+            dtype, labels out of range); or the loss depends on parameters that are not trained (a closure over
+            `module`, a plain list of parameters). The message has the remedy.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,4 +1,4 @@
-"""Gradient steps of linear models, known by type: one program for a round, or a loop of few products.
+"""Gradient steps of linear models, known by type: one compiled program per round, or a loop with a few matrix products.
 
 The module is an `nn.Linear` or a `LinearHead` of raw features, and the loss is torch's `mse_loss`,
 `binary_cross_entropy_with_logits`, `poisson_nll_loss` or `cross_entropy`, as a function or as its module with the

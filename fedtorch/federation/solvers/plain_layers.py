@@ -119,7 +119,8 @@ _CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
 _FUNCTIONS: dict[type, Any] = {**_REGRESSION, **_BINARY, **_CLASSES}
 for _loss in _FUNCTIONS:
     _FORWARDS[_loss] = vars(_loss).get("forward")
-_SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")  # of modules; functions have their defaults
+# settings of loss modules; loss functions have their defaults
+_SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")
 _IGNORED = -100  # the default of torch's losses of classes
 
 

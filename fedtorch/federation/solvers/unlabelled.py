@@ -1,4 +1,4 @@
-r"""Nodes without rows, for any local solver: with L_i = 0 a node is where its neighbours draw it.
+r"""Nodes without rows, for any local solver: with L_i = 0 a node takes the mean of its neighbours.
 
 The minimiser of :math:`\frac{\lambda}{2}\|w\|^2 - \langle h, w\rangle` alone is h/λ, in GTV minimisation the weighted
 mean of the neighbours' parameters. Parameters with λ = 0, personal ones or those of a node without neighbours, do not
@@ -31,7 +31,7 @@ class _Prepared(NamedTuple):
 
 
 def unlabelled(local: LocalSolver) -> LocalSolver:
-    """Return a local solver that takes nodes without rows, too: they follow their neighbours.
+    """Build a local solver that also accepts nodes without rows, whose parameters are their neighbours' mean.
 
     Args:
         local: solver of a node with rows. Its result for a row of zeros, which stands for a node without rows, is not

@@ -167,8 +167,9 @@ class DeepGP(nn.Module):
         draws: draws of the inner layers, in a step of training.
         noise: initial standard deviation of the outputs' noise.
         smoothness: ν of Matérn kernels, 0.5, 1.5 or 2.5; by default kernels are RBF.
-        likelihood: for outputs without normal noise, the distribution given f: `lambda f: Bernoulli(logits=f,
-            validate_args=False)`, `lambda f: Poisson(f.exp(), validate_args=False)`, of `torch.distributions`.
+        likelihood: for outputs without normal noise, the distribution given f:
+            `lambda f: Bernoulli(logits=f, validate_args=False)`, `lambda f: Poisson(f.exp(), validate_args=False)`, of
+            `torch.distributions`.
         jitter: of inducing values, relative to their variance.
 
     Raises:

@@ -364,8 +364,8 @@ class ConvolvedGP(Geometry):
         """Predict outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise.
 
         The unit's own parameters are fixed here, so intervals of f are too short if its rows do not determine an
-        amplitude: for units of a run with 24 rows they cover 0.45 in place of 0.95, and 0.95 by `join(module, x, y,
-        known=True)`, which integrates over them.
+        amplitude: for units of a run with 24 rows they cover 0.45 in place of 0.95, and 0.95 by
+        `join(module, x, y, known=True)`, which integrates over them.
         """
         return self.likelihood(self(x), *extra)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models.linear import SufficientStatistics
 
-SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above, designs have rows
+SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above that, designs store rows
 
 
 class Design(NamedTuple):
@@ -47,7 +47,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def gaussian_conditional(design: Design, centre: Tensor, keys: Tensor) -> Draw:
-    """Return the way that suits the number of coefficients, and for each client the number of its rows.
+    """Return the method for this number of coefficients, and the number of rows of each client.
 
     Args:
         design: K clients' data.
@@ -101,7 +101,7 @@ def least_norm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:
-    """Return Elimination of the columns of (A, s X'r) side by side.
+    """Eliminate the columns of (A, s X'r), problems side by side.
 
     With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
     A pivot is at least the prior's part of it; if rounding makes it smaller, as for dependent columns, it is set to
@@ -126,7 +126,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
     matrix, vector = work[:, :p], work[:, p]
     diagonal = matrix.diagonal(0, 0, 1).mT
     delta = torch.empty_like(vector)
-    look = work.is_cpu  # an accelerator would be waited for
+    look = work.is_cpu  # reading the result would synchronise an accelerator
     forward = [_forward_step(work, j) for j in range(p - 1)]
     backward = [(delta[j], work[j, j], delta[:j], work[:j, j], torch.empty_like(delta[:j])) for j in reversed(range(p))]
 

@@ -1,4 +1,4 @@
-r"""The other half of an interweaving sampler: the global parameter moves and takes the sites' parameters along.
+r"""The other half of an interweaving sampler: moves of the global parameter together with the sites' parameters.
 
 Given the sites' θ_k alone, θ_j is determined up to the width of their deviations, λ_kj τ_j, which shrinkage makes
 narrow: θ then moves slowly. Given the deviations d_k = θ_k − θ instead, the rows of all sites inform θ directly,
@@ -7,8 +7,8 @@ narrow: θ then moves slowly. Given the deviations d_k = θ_k − θ instead, th
     \theta \mid d, y \sim N\Bigl(Q^{-1} \sum_k X_k' \Omega_k (y_k - X_k d_k),\ Q^{-1}\Bigr), \qquad
     Q = P + \sum_k X_k' \Omega_k X_k,
 
-P being the prior precision of θ. A draw from this between two draws of the other kind leaves the posterior invariant,
-and the pair mixes at least as fast as the better of the two (Yu and Meng, "To center or not to center: that is not the
+where P is the prior precision of θ. Alternating this draw with the ordinary one leaves the posterior invariant, and the
+pair mixes at least as fast as the better of the two (Yu and Meng, "To center or not to center: that is not the
 question. An ancillarity–sufficiency interweaving strategy (ASIS) for boosting MCMC efficiency", JCGS 20, 2011).
 
 The server needs sums only. It cannot wait for silent sites, whose coefficients move with the others all the same, so a
@@ -41,7 +41,7 @@ def nothing(start: Tensor) -> Natural:
 
 
 def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
-    """Return the likelihood of a move in linear regressions, about no move.
+    """Return the log likelihood of a move in linear regressions, expanded about zero.
 
     Args:
         design: K clients' data.
@@ -61,7 +61,7 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
 
 
 def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:
-    """Return the likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about no move.
+    """Return the log likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about zero.
 
     Args:
         x: `(n, p)`.

@@ -1,21 +1,22 @@
 r"""Draws of the scale τ_j together with the scales λ_kj of all sites, for deviations under a horseshoe.
 
-With w_k = 1/λ_kj² and its auxiliary variable u_k, p(w, u) ∝ w^{-1/2} e^{-u (1 + w)}, and deviations δ_k = θ_kj − θ_j
-of M sites, t = 1/τ_j² is known to the width of a gamma density only from each of three directions:
+With w_k = 1/λ_kj² and its auxiliary variable u_k, p(w, u) ∝ w^{-1/2} e^{-u (1 + w)}, and deviations δ_k = θ_kj − θ_j of
+M sites, t = 1/τ_j² is determined only up to the width of a gamma density from each of three directions:
 
-- all w_k and u_k held fixed, as in the plain sampler - λ_kj τ_j and u_k held fixed, so that w_k ∝ 1/t, with the prior
-  of the w_k given the u_k - λ_kj τ_j and u_k w_k held fixed, so that w_k ∝ 1/t and u_k ∝ t, with the prior of the u_k
+- all w_k and u_k held fixed, as in the plain sampler
+- λ_kj τ_j and u_k held fixed, so that w_k ∝ 1/t, with the prior of the w_k given the u_k
+- λ_kj τ_j and u_k w_k held fixed, so that w_k ∝ 1/t and u_k ∝ t, with the prior of the u_k
 
 .. math::
     p(t) \propto \frac{t^{(M + 1) / 2}}{1 + t} e^{-t \sum_k w_k \delta_k^2 / 2},\qquad
     p(s) \propto \frac{s^{(M + 1) / 2}}{1 + s} e^{-s \sum_k u_k w_k t},\ s = 1 / t,\qquad
     p(t) \propto \frac{t^{(M + 1) / 2}}{1 + t} e^{-t \sum_k u_k / t_0}
 
-with respect to the invariant measure dt/t, t_0 being t before. With x exponential of rate 1 + t, an auxiliary variable,
-each is a gamma density of shape (M + 1)/2 and of x more as its rate. `TURNS` rounds of the three draw τ_j, the level
-of the w_k and that of the u_k almost anew: log τ_j then mixes two to three times faster. (Moves along orbits of a
-group: Liu and Sabatti, "Generalised Gibbs sampler and multigrid Monte Carlo for Bayesian computation", Biometrika 87,
-2000.)
+with respect to the invariant measure dt/t, where t_0 is the previous t. With an auxiliary variable x, exponential of
+rate 1 + t, each is a gamma density of shape (M + 1)/2 whose rate is larger by x. `TURNS` rounds of the three draw τ_j,
+the level of the w_k and that of the u_k almost independently of the previous ones: log τ_j then mixes two to three
+times faster. (Moves along orbits of a group: Liu and Sabatti, "Generalised Gibbs sampler and multigrid Monte Carlo for
+Bayesian computation", Biometrika 87, 2000.)
 
 Silent sites take part, so a site sends its w_k and u_k without the *factors* common to all sites, which the server
 keeps. Factors drift, but stay between 1/`LOOSEST` and `LOOSEST`, so that sums in limbs can represent them: the
@@ -42,7 +43,7 @@ LOOSEST = 2.0**50
 
 
 class Levels(NamedTuple):
-    """Sufficient statistics of the sites' variables for the levels, all less the factors."""
+    """Sufficient statistics of the sites' variables for the levels, without the common factors."""
 
     clients: Tensor  # (C,) M
     energy: Tensor  # (C, p) Σ w δ² / 2

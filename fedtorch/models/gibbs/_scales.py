@@ -9,12 +9,12 @@ Given the sites' θ_kj and w_kj = 1/λ_kj², for which M sites send W = Σ w, θ
 and then θ_j is drawn given τ_j: both at once from their joint conditional. Alternating draws mix slowly, since a wide
 τ_j lets θ_j move away and a distant θ_j keeps τ_j wide.
 
-The density is known up to a factor, at any point: a draw is one of `POINTS` points of a lattice that is laid through
-the point before, at random in its spacing and in which of its points that one is, in proportion to their densities. So
-the lattice is as probable from any of its points and the density stays invariant (Tjelmeland, "Using all
+The density is known up to a factor, at any point: a draw is one of `POINTS` points of a lattice through the previous
+point, with random spacing and a random position of that point among them, chosen in proportion to their densities. The
+lattice is equally probable from any of its points, so the density stays invariant (Tjelmeland, "Using all
 Metropolis–Hastings proposals to estimate mean values", NTNU Statistics 4/2004; Neal, "MCMC using ensembles of states
 for problems with fast and slow variables", technical report 1101, Toronto 2011). The lattice is even in y of x = m + s
-sinh(y): fine about the middle m, where given all else x = log τ² mostly is, and wide at a distance.
+sinh(y): fine about the middle m, where x = log τ² mostly is given all else, and wide at a distance.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BOUND = 69.0  # of |log τ²|, which the prior exceeds with a probability of 6e-
 
 
 class Components(NamedTuple):
-    """Normal densities of mean zero that a prior of θ_j is a mixture of."""
+    """Normal densities with mean zero whose mixture is a prior of θ_j."""
 
     share: Tensor  # (k, C, p), or broadcastable to it
     precision: Tensor  # (k, C, p) likewise; with one component also zero, for a flat θ_j
@@ -67,7 +67,7 @@ def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tens
 
 
 def draw(sums: ScaleStatistics, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
-    """Return 1/τ² `(C, p)` after one that was `precision`, with keys `(C,)`."""
+    """Draw 1/τ² `(C, p)` given the previous value `precision`, with keys `(C,)`."""
     clients, weight, estimate, scatter = sums
     if (drawn := gibbs_server.scales((*sums, precision, *components), keys, (FINEST, BOUND))) is not None:
         return drawn

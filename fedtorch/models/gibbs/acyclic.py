@@ -10,8 +10,8 @@ function with the same integral, mean and covariance under θ_kj ~ N(0, τ² + �
 evidence of three sites of 30 rows is within 0.3 nats of the exact one. With θ_kj integrated out it is a normal function
 of θ_j, for a few values of τ, so only sums over the sites are needed, once (`joined`).
 
-Given the evidence every probability is a sum over the 2^p sets of variables that may come before another one (Koivisto
-and Sood, "Exact Bayesian structure discovery in Bayesian networks", JMLR 5, 2004), for the prior
+Given the evidence every probability is a sum over the 2^p sets of variables that may precede another one (Koivisto and
+Sood, "Exact Bayesian structure discovery in Bayesian networks", JMLR 5, 2004), for the prior
 
 .. math:: p(G) \propto \#\{\text{orders of the variables that agree with } G\} \prod_j \binom{p - 1}{|Pa(j)|}^{-1}
 
@@ -111,7 +111,7 @@ class Graphs(NamedTuple):
         return before, last
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Return the sums of values `(p, S, d)` of causes as `(p, p)`."""
+        """Add the values `(p, S, d)` of causes into `(p, p)`."""
         p, _, d = values.shape
         sets, used = causes(p, d)
         return values.new_zeros(p, p).scatter_add(1, sets.flatten(1), torch.where(used, values, 0.0).flatten(1))
@@ -222,7 +222,7 @@ def _completions(last: Tensor) -> Tensor:
 
 
 def _levels(p: int) -> list[Tensor]:
-    """Return the subsets of p variables, as numbers, by how many variables they have."""
+    """Return the subsets of p variables, as bit masks, by their size."""
     subsets = torch.arange(1 << p)
     size = (subsets[:, None] >> torch.arange(p) & 1).sum(1)
     return [(size == count).nonzero()[:, 0] for count in range(p + 1)]
@@ -239,7 +239,7 @@ def _over_bits(values: Tensor, from_larger: bool = False) -> Tensor:
 
 
 def _codes(p: int, parents: int) -> Tensor:
-    """Return the sets of causes as numbers, `(p, S)`."""
+    """Return the sets of causes as bit masks, `(p, S)`."""
     sets, used = causes(p, parents)
     return torch.where(used, 1 << sets, 0).sum(-1)
 

@@ -37,7 +37,7 @@ class Deviation:
         half_cauchy: whether p(w, u) ∝ w^{−1/2} e^{−u (1 + w)}, as of the horseshoe: τ then moves with the λ of all
             sites, too, and chains mix faster.
 
-    A prior of your own, of which λ² ~ IG(2, 2), so that deviations are Student's t of four degrees of freedom:
+    A user-defined prior with λ² ~ IG(2, 2), so that deviations are Student's t with four degrees of freedom:
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models.gibbs import sparse
@@ -58,7 +58,7 @@ class Deviation:
 
 
 def horseshoe() -> Deviation:
-    r"""Return the prior with λ half-Cauchy, which pulls small deviations to zero and leaves large ones alone.
+    r"""Build the prior with λ half-Cauchy, which shrinks small deviations to zero and hardly affects large ones.
 
     With λ² ~ IG(½, 1/ν), ν ~ IG(½, 1) the conditionals are (Makalic and Schmidt, "A simple sampler for the horseshoe
     estimator", IEEE Signal Processing Letters 23, 2016)
@@ -112,7 +112,7 @@ def laplace() -> Deviation:
 
     def update(w: Tensor, u: Tensor, energy: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         square, uniform = noise
-        mean = (2 * energy).clamp_min(1e-30).rsqrt()  # a mean of 1e15 or more is as good as infinite
+        mean = (2 * energy).clamp_min(1e-30).rsqrt()  # a mean of 1e15 or more counts as infinite
         scaled = mean * square
         smaller = mean * (2 / (2 + scaled + (scaled * (scaled + 4)).sqrt()))
         return torch.where(uniform * (mean + smaller) <= mean, smaller, mean * (mean / smaller)), u

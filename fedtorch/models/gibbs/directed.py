@@ -10,13 +10,13 @@ density of a site's rows is
 
 .. math:: |\det(I - \theta_k)|^{n_k} \prod_i \prod_j \frac{1}{2 b_{kj}} e^{-|e_{ij}| / b_{kj}}.
 
-`regression()` is the clients' half of a Gibbs sampler; the server's is `sparse.hierarchy()` on the
-p · (p − 1) effects, cause by cause within each row j. A sweep takes one row of θ_k after another by a Metropolis step:
+`regression()` is the clients' half of a Gibbs sampler; the server's is `sparse.hierarchy()` on the p · (p − 1) effects,
+cause by cause within each row j. A sweep updates one row of θ_k after another by a Metropolis step:
 
 - the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s is random; the Fisher
-  information of a Laplace location is 1/b², so that the step fits the uncertainty of the row - with M = (I − θ_k)⁻¹,
-  det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j) - the residuals of the row change by
-  Y δ.
+  information of a Laplace location is 1/b², so that the step fits the uncertainty of the row
+- with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
+- the residuals of the row change by Y δ.
 
 Such steps hardly leave a site's local mode, in which two rows share the effects of one of them, so pairs of rows j, l
 are also rotated, as in independent component analysis. The rows u_j = (e_j − θ_j) / b_j of the whitening matrix go to
@@ -50,7 +50,7 @@ from fedtorch.models.rows import client_by_client
 
 __all__ = ["regression"]
 __dir__ = only(__all__)
-_ROWS = 32  # rows that are added side by side
+_ROWS = 32  # rows that are added together
 
 
 class DirectedSite(NamedTuple):
@@ -201,7 +201,7 @@ def _front(values: Tensor) -> Tensor:
 
 
 class RowPrior(NamedTuple):
-    """The prior of the rows of θ and of 1/b, as a turn needs it."""
+    """The prior of the rows of θ and of 1/b, for a rotation."""
 
     centre: Tensor  # (p, p, K, C) of θ
     precision: Tensor  # (p, p, K, C)
@@ -227,7 +227,7 @@ def _stable(matrices: Tensor) -> Tensor:
 
 
 class Walk:
-    """The state of the walk: the sites' effects θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
+    """State of a sweep: the sites' effects θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
 
     Sums are added in one order and padding adds zeros at the end, so a site's numbers are the same bits in any block.
     """
@@ -299,7 +299,7 @@ class Walk:
         return pair.replaced(noise, turned.noise, taken)
 
     def _turned(self, pair: _Pair, angle: Tensor, theta: Tensor, noise: Tensor) -> _Turned:
-        """Return a pair of rows of the whitening matrix, turned by an angle, as rows of θ."""
+        """Return a pair of rows of the whitening matrix, rotated by an angle, as rows of θ."""
         unit = pair.rows(self.unit.expand_as(self.theta))
         whitened = _rotated((unit - theta) * noise[:, None], angle)
         diagonal = whitened.gather(1, pair.numbers[:, None])
@@ -371,7 +371,7 @@ class _Pair(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """A pair of rows after a turn."""
+    """A pair of rows after a rotation."""
 
     theta: Tensor  # (2, p, K, C)
     noise: Tensor  # (2, K, C) 1/b

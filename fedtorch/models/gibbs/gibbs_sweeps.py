@@ -8,8 +8,8 @@ For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of s
     s = g / (b + \tfrac12 \mathrm{RSS}),
 
 with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2. Programs, in Triton for a CUDA device
-and by numba for the CPU, draw them from the keys, the numbers of `fedtorch.random`, and keep the matrices of a problem
-in registers or in a core's cache, so that a sweep touches no memory.
+and by numba for the CPU, draw them from the keys, as `fedtorch.random` does, and keep the matrices of a problem in
+registers or in a core's cache, so that a sweep does not access memory.
 
 Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 2023, section 2.2; Makalic and Schmidt,
 "A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class SweepPrior(NamedTuple):
-    """The global variables as the chains receive them, float64."""
+    """The global variables in the chains' inbox, float64."""
 
     centre: Tensor  # (K, C, p) θ
     precision: Tensor  # (K, C, p) 1/τ²

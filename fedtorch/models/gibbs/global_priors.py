@@ -1,8 +1,8 @@
 r"""Sparse priors of a global parameter θ `(p,)` whose data are an estimate θ̂_j with precision h_j per coefficient.
 
 In a hierarchy the sites' parameters are the data: θ̂_j = Σ_k θ_kj/λ_kj² / Σ_k 1/λ_kj² and h_j = Σ_k 1/(λ_kj² τ_j²).
-Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once, `(C,
-p)`.
+Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once,
+`(C, p)`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GlobalPrior:
         normals: variables -> (shares, precisions) `(k, C, p)` of the k normal densities of mean zero whose mixture is
             θ's prior, with the variables that `update` redraws first integrated out; default: one, given all variables.
 
-    A prior of your own, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
+    A user-defined prior, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models.gibbs import sparse
@@ -61,7 +61,7 @@ class GlobalPrior:
         return scales.evidence(self.components(variables), estimate, variance)
 
     def components(self, variables: Tree) -> scales.Components:
-        """Return the normal densities that θ is of, for `_scales`."""
+        """Return the normal densities whose mixture is θ's prior, for `_scales`."""
         if self.normals is None:
             precision = self.precision(variables)[None]
             return scales.Components(torch.ones_like(precision), precision)
@@ -114,7 +114,7 @@ def spike_and_slab(
     shared_variance: bool = False,
     groups: Sequence[int] | Tensor | None = None,
 ) -> GlobalPrior:
-    r"""Return coefficients that matter and coefficients that are nearly zero.
+    r"""Build the spike-and-slab prior: coefficients are either effects or nearly zero.
 
     .. math::
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad

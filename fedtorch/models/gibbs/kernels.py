@@ -8,7 +8,7 @@ pair of them over a federation; stacked in one process they are an ordinary samp
 Several chains are a batch dimension after the clients: a client's variables are `(K, C, ...)`, global ones `(C, ...)`,
 and keys `(K, C)` and `(C,)`, so that a chain's draws do not depend on the chains beside it. All numbers are float64.
 
-A sampler of your own, of levels y_ki ~ N(θ_k, 1) around a mean, θ_k ~ N(θ, 1), under a flat prior of θ:
+A user-defined sampler, of levels y_ki ~ N(θ_k, 1) around a mean, θ_k ~ N(θ, 1), under a flat prior of θ:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch import exact
@@ -46,7 +46,7 @@ Sums = dict[str, tuple[Tensor, ...]]
 
 
 class Newcomer(NamedTuple):
-    """Normal densities of the coefficients of a client without rows, one for each draw of the others."""
+    """Normal densities of the coefficients of a client without rows, one for each draw of the global variables."""
 
     mean: Tensor  # (S, d)
     variance: Tensor  # (S, d)

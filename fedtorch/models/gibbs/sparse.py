@@ -8,12 +8,13 @@ r"""Sparse regression of several sites that share most of their coefficients.
 and a sparse prior of the global θ_j (`global_priors`). `regression()` is the clients' half of a Gibbs
 sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 
-- θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ - λ_kj² as in
-  `fedtorch.models.gibbs.deviations`, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k) - τ_j with θ_j integrated out and θ_j
-  given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj² of the M clients that have answered:
-  see `fedtorch.models.gibbs._scales` - before that θ with all θ_k − θ held fixed, from the sites' likelihoods: see
-  `fedtorch.models.gibbs._interweaving` - and τ_j with the level of the λ_kj and that of the ν_kj, from Σ_k 1/(ν_kj
-  λ_kj²) and Σ_k 1/ν_kj: see `fedtorch.models.gibbs._levels`
+- θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ
+- λ_kj² as in `fedtorch.models.gibbs.deviations`, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
+- τ_j with θ_j integrated out and θ_j given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj² of
+  the M clients that have answered: see `fedtorch.models.gibbs._scales`
+- before that θ with all θ_k − θ held fixed, from the sites' likelihoods: see `fedtorch.models.gibbs._interweaving`
+- and τ_j with the level of the λ_kj and that of the ν_kj, from Σ_k 1/(ν_kj λ_kj²) and Σ_k 1/ν_kj: see
+  `fedtorch.models.gibbs._levels`
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
 missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
@@ -91,7 +92,7 @@ class Global(NamedTuple):
     factors: Tensor  # (C, 2, p) common factors of every site's 1/λ² and 1/ν
 
     def quantities(self) -> dict[str, Tree]:
-        """Return the model's quantities by name: all but centre and factors, the moves that all sites have made."""
+        """Return the model's quantities by name: all except centre and factors, the common moves of all sites."""
         return {name: value for name, value in self._asdict().items() if name not in ("centre", "factors")}
 
 
@@ -206,7 +207,7 @@ def scaled(received: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> t
 
 
 def less_factors(received: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1/λ² and 1/ν less the factors of all sites."""
+    """Return 1/λ² and 1/ν without the common factors of all sites."""
     of_precision, of_auxiliary = received.factors.unbind(-2)
     return w.clamp_max(MOST_PRECISE) / of_precision, u / of_auxiliary
 

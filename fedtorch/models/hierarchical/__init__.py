@@ -1,4 +1,4 @@
-"""Hierarchical Bayesian models of devices, as factors that expectation propagation takes.
+"""Hierarchical Bayesian models of devices, as factors for expectation propagation.
 
 `linear`, `generalised` (logistic, Poisson) and `shrinkage` define a device's likelihood, `normal` the distribution of
 the devices' coefficients; `of` joins any two.

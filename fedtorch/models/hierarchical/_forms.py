@@ -73,7 +73,7 @@ def monomials(x: Tensor) -> Powers:
 
 @cache
 def _places(size: int) -> tuple[tuple[list[int], list[int]], list[list[int]], list[list[int]]]:
-    """Return both numbers of every pair, and where the products of pair and number, and of two pairs, are."""
+    """Return both numbers of every pair, and the positions of products of a pair with a number, and with a pair."""
     pairs = list(combinations_with_replacement(range(size), 2))
     three, four = ({c: i for i, c in enumerate(combinations_with_replacement(range(size), k))} for k in (3, 4))
     row, column = zip(*pairs)

@@ -27,12 +27,12 @@ class Sites(NamedTuple):
 
 
 def filled_up(leaf: Tensor, mask: Tensor) -> Tensor:
-    """Return rows `(K, N, ...)` with the client's first in the places that `mask` leaves out."""
+    """Return rows `(K, N, ...)` with the client's first row at positions outside of `mask`."""
     return torch.where(tree.along(mask, leaf), leaf, leaf[:, :1])
 
 
 def may_be_filled(model: Callable[..., Any], sites: Sites, phi: Tensor, rows: list[Tensor]) -> bool:
-    """Return whether a mask takes additional rows out of a model's density."""
+    """Return whether a mask removes additional rows from a model's density."""
     more = [torch.cat([leaf, leaf[:1].expand(_SPARE, *leaf.shape[1:])]) for leaf in rows]
     real = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
     theta = 0.1 * torch.arange(1, sites.size + 1, dtype=phi.dtype, device=phi.device)
@@ -94,7 +94,7 @@ def _latent(sites: Sites, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> str:
-    """Return the reason why a client's rows cannot be observed, at one φ and θ amid its support; None if they can.
+    """Return why a client's rows cannot be observed, at one φ and a θ inside its support; None if they can.
 
     >>> import pyro
     >>> def model(phi, y):

@@ -1,10 +1,10 @@
-r"""Cumulative logit models: ordered responses of C levels, of which a row passes thresholds.
+r"""Cumulative logit models: ordered responses with C levels, separated by thresholds.
 
 .. math::
     P(y_i \le k) = \sigma(\tau_k - x_i'\theta), \qquad \tau_1 < \dots < \tau_{C-1} .
 
-The intercept of x is −τ₁, and the other thresholds' differences to τ₁ are further fixed effects :math:`c_k = \tau_k -
-\tau_1` of θ, 0 < c₂ < c₃ < …. With a = τ_y − x'θ and b = τ_{y−1} − x'θ a row's likelihood is
+The intercept of x is −τ₁, and the other thresholds' differences to τ₁ are further fixed effects
+:math:`c_k = \tau_k - \tau_1` of θ, 0 < c₂ < c₃ < …. With a = τ_y − x'θ and b = τ_{y−1} − x'θ a row's likelihood is
 
 .. math:: \sigma(a) - \sigma(b) = \sigma(a)\, \sigma(-b)\, (1 - e^{-(a - b)}),
 
@@ -112,7 +112,7 @@ def _ascending(
 
 
 def _family(count: int) -> ExponentialFamily:
-    """Return the family of rows of which the first C − 2 are differences of thresholds, and the others are sides."""
+    """Return the family for rows whose first C − 2 are differences of thresholds, and the others threshold sides."""
     gaps = count - 2
     if not gaps:
         return BINARY._replace(extras=("offset", "weight"), outcome=CUMULATIVE)
@@ -164,9 +164,9 @@ def _gap_bends(gap: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _prepared(ordered: Ordered, data: Any, features: int, order: Tensor) -> Rows:
-    """Return a block's rows as differences of thresholds, and then the two sides on which each row's thresholds are.
+    """Return a block's rows: first differences of thresholds, then the upper and lower side of each row's level.
 
-    A side has log σ(η) = η/2 − log(2 cosh η/2), and how often differences count is how many rows are between them.
+    A side has log σ(η) = η/2 − log(2 cosh η/2); a difference counts once for each row between its thresholds.
     """
     count = len(ordered.levels)
     x, y, offset, weight, _ = observations(data, features - (count - 2), ("offset", "weight"))

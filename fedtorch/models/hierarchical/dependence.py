@@ -82,7 +82,7 @@ def _empty(before: Tensor, after: Tensor) -> Tensor:
 
 
 def taking_part(names: Sequence[str], directions: Tensor) -> list[str]:
-    """Return the names, in quotes, of coefficients that have a part in some of the directions `(d, n)`.
+    """Return the quoted names of coefficients with a share in some of the directions `(d, n)`.
 
     >>> taking_part(["a", "b", "c"], torch.tensor([[1.0], [-1.0], [0.001]]))
     ["'a'", "'b'"]

@@ -1,9 +1,10 @@
 r"""Detection of levels of an ordered response without rows, which sites do not report.
 
-Rows of a middle level have log (1 − e^−η) of the distance of its thresholds, whose second derivative is :math:`r (1 +
-r)`, :math:`r = 1 / (e^\eta - 1)`. As all other terms of the log likelihood are concave, n of them leave η a variance of
-:math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood the expected number of rows of the first or the
-last level equals the observed one, and if it is small the information on the level's threshold is about that number.
+Rows of a middle level have log (1 − e^−η) of the distance of its thresholds, whose second derivative is
+:math:`r (1 + r)`, :math:`r = 1 / (e^\eta - 1)`. As all other terms of the log likelihood are concave, n of them leave η
+a variance of :math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood the expected number of rows of the
+first or the last level equals the observed one, and if it is small the information on the level's threshold is about
+that number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedtorch.models.hierarchical.families import Ordered
 _NONE = 0.1  # estimated number of rows below which there is none: with one the numbers above are one or more
 _APART = 1.0  # sds between thresholds
 _END, _FAR = 0.7, 3.0  # sd and mean of the distance of two thresholds beyond which there is at most one row
-_DEPENDENT = 1e-6  # information on a combination of slopes, relative, below which columns are dependent
+_DEPENDENT = 1e-6  # relative information on a combination of slopes below which columns are dependent
 _HELPS = "leave such levels out of levels=, or merge them with a neighbour"
 
 
@@ -98,7 +99,7 @@ def _of_slopes(thresholds: Tensor, information: Tensor) -> Tensor:
 
 
 def _differences(ordered: Ordered, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by how much neighbouring thresholds differ, and its sd, `(C - 2,)`."""
+    """Return the differences of neighbouring thresholds, and their sds, `(C - 2,)`."""
     apart = ordered.shown[: len(ordered.levels) - 1].to(mean).diff(dim=0)
     return apart @ mean, (apart @ covariance @ apart.mT).diagonal().sqrt()
 

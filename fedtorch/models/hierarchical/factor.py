@@ -9,7 +9,7 @@ A V A'. A likelihood returns the evidence ℓ(m, Σ) of the rows and its derivat
 
 Nodes are needed over ζ only (`quadrature.tilt`).
 
-A likelihood of your own, of one row y ~ N(θ_k, 1) per device:
+A user-defined likelihood, of one row y ~ N(θ_k, 1) per device:
 
 >>> import torch, fedtorch as ft
 >>> from torch.distributions import MultivariateNormal
@@ -55,7 +55,7 @@ from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scou
 # Tolerated increase of a variance by the rows, which is never real. Rules with few nodes are off by 0.05 for
 # uninformative rows, which are then treated as uninformative; twice that means that the rule has missed its integrand.
 _MISSED = 0.1
-_CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
+_CHUNK = 2**18  # most numbers in an array for a chunk of clients, to fit the cache
 
 
 class Conditional(NamedTuple):
@@ -68,9 +68,9 @@ class Conditional(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """How a likelihood that is normal in θ_k does without covariances of θ_k spelled out at every node."""
+    """For a likelihood that is normal in θ_k: evaluation without full covariances of θ_k at every node."""
 
-    fit: Callable[[Sequence[Tensor]], bool]  # whether it can with tensors such as these
+    fit: Callable[[Sequence[Tensor]], bool]  # whether such tensors are supported
     # (prepared, θ_k before the rows, log σ² (K, R) or None, output of `local` for the same) -> Conditional
     at: Callable[[Any, Coefficients, Tensor | None, Callable[[], Conditional]], Conditional]
 
@@ -84,9 +84,9 @@ class DeviceLikelihood(NamedTuple):
     # are needed.
     local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Conditional]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
-    rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
+    rows: Callable[[Any], Tensor]  # prepared -> numbers of rows, (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
-    family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
+    family: Family | None = None  # the distribution of one response, if it depends on x'θ_k
     dear: bool = False  # whether nodes are so expensive that a rule with few of them searches first
     margins: Margins | None = None
     concave: bool = False  # whether log p(rows | θ_k) is concave, so that rows never increase variances given ζ
@@ -130,7 +130,7 @@ def of(
     noise: Hyperprior | None = None,
     rule: QuadratureRule | None = None,
 ) -> Model:
-    """Return the model of a hierarchy and a likelihood.
+    """Build the model of a hierarchy and a likelihood.
 
     Args:
         hierarchy: of θ_k given φ.
@@ -160,7 +160,7 @@ def of(
 
 
 class _Parts(NamedTuple):
-    """The parts that the functions of a model compute with."""
+    """Parts for the computations of a model's functions."""
 
     hierarchy: Hierarchy
     likelihood: DeviceLikelihood
@@ -297,7 +297,7 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
 
 
 def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
-    """Return the estimate of that step, as all sites' sum."""
+    """Return the estimate of that step, as the sum of all sites."""
     m = parts.hierarchy.mean.shape[1]
     away = total["mean"] / count
     spread = gaussian.unpack(total["second"] / count)
@@ -327,7 +327,7 @@ def derivatives(mean: Tensor, covariance: Tensor, tilted: Moments, weights: Tens
 
 
 def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
-    """Return the moments of all coefficients where all but some are known.
+    """Return the moments of all coefficients, all but some of which are known.
 
     Args:
         mean: `(K, R, d)` before the rows.
@@ -340,7 +340,7 @@ def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
 
 
 def _moments(nodes: Nodes, given: Given, concave: bool = False) -> Moments:
-    """Return the tilted moments of (μ, ζ); none of a client whose rows would make μ less certain where they cannot.
+    """Return the tilted moments of (μ, ζ); NaN for a client whose rows seem to increase the uncertainty of μ.
 
     Under a log-concave likelihood Cov[μ | ζ, y] ≤ Cov[μ | ζ] (Brascamp and Lieb, 1976) for any rows. If moments violate
     this by far, nodes have missed the integrand; if by little, as for uninformative rows and few nodes, rows are

@@ -32,13 +32,13 @@ class Family(NamedTuple):
     mean: Callable[[Tensor], Tensor]  # η -> E y, of one trial
     log_density: Callable[[Tensor, Tensor, Tensor], Tensor]  # (y, η, scale) -> log p
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
-    scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the scale that is known, (K,)
+    scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the known scale, (K,)
     precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
     effects: str = "effect"  # what differences of η are called
 
 
 class Ordered(NamedTuple):
-    """Levels of an ordered response, and their thresholds as functions of coefficients.
+    """Levels of an ordered response, with thresholds as functions of coefficients.
 
     >>> ordered = Ordered.of(["1", "2", "3"], ["Intercept", "age", "2|3 - 1|2"])
     >>> ordered.names
@@ -55,7 +55,7 @@ class Ordered(NamedTuple):
 
     @staticmethod
     def of(levels: Sequence[str], coefficients: Sequence[str]) -> Ordered:
-        """Return the thresholds of levels, of coefficients of which the last are thresholds less the first."""
+        """Return the thresholds, from coefficients the last of which are differences to the first threshold."""
         if len(levels) < 2 or "Intercept" not in coefficients:
             raise ValueError(
                 "Expected at least two levels, and a coefficient 'Intercept' from which thresholds are counted, but "
@@ -75,7 +75,7 @@ class Ordered(NamedTuple):
 
     @property
     def differences(self) -> int:
-        """Return how many coefficients are thresholds less the first."""
+        """Return the number of coefficients that are differences of thresholds."""
         return len(self.levels) - 2
 
     @staticmethod
@@ -133,7 +133,7 @@ def _poisson_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
 
 
 def _sides(eta: Tensor, scale: Tensor) -> list[Tensor]:
-    """Return η less each threshold, of which the first is 0 and the others are in `scale` `(..., thresholds - 1)`."""
+    """Return η minus each threshold, the first 0 and the others in `scale` `(..., thresholds - 1)`."""
     return [eta, *(eta - cut for cut in scale.unbind(-1))]
 
 

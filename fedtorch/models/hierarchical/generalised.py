@@ -1,9 +1,9 @@
 r"""Hierarchical logistic and Poisson regression: θ_k is integrated around its mode.
 
-Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of :math:`\sum_i \log p(y_i
-\mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`modes`), and the curvature H there. The error of the
-normal approximation N(û, H⁻¹) is corrected (`moments`): the coefficients that differ between devices at the nodes of a
-rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
+Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of
+:math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`modes`), and the curvature H
+there. The error of the normal approximation N(û, H⁻¹) is corrected (`moments`): the coefficients that differ between
+devices at the nodes of a rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next models; Rue, Martino, Chopin (2009),
 "Approximate Bayesian inference for latent Gaussian models by using integrated nested Laplace approximations".
@@ -33,7 +33,8 @@ from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 __all__ = ["logistic", "poisson"]
 __dir__ = only(__all__)
 
-_POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, per dimension, by dimension; two shells beyond
+# of the default inner rule, per dimension, by dimension; from three dimensions on two spheres
+_POINTS = {0: 1, 1: 7, 2: 7}
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
 _LONG = 300.0  # seconds of a round above which a warning is given
 _ROW = 60  # nanoseconds of a row at a node, about

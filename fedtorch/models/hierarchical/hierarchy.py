@@ -62,7 +62,7 @@ class Hierarchy(NamedTuple):
 
     @property
     def varying(self) -> Tensor:
-        """Return the numbers of the coefficients that φ leaves unknown, `(e,)`: the variance of others is zero."""
+        """Return the positions of the coefficients that φ does not determine, `(e,)`: those with positive variance."""
         zeta = gaussian.moments(self.prior.completed()).mean[self.mean.shape[1] :]
         return (self.covariance(zeta).diagonal() != 0).nonzero()[:, 0]
 

@@ -52,7 +52,7 @@ class Hyperprior(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A part of a prior that is not normal: of coordinate number `coordinate` of φ."""
+    """A part of a prior that is not normal, in coordinate number `coordinate` of φ."""
 
     coordinate: int
     log_density: Callable[[Tensor], Tensor]
@@ -92,7 +92,7 @@ class Prior(NamedTuple):
         )
 
     def completed(self) -> Natural:
-        """Return a density: the prior with its factors' sites, and unit precision where it has none."""
+        """Return a density: the prior with its factors' sites, and unit precision in coordinates without any."""
         precision = gaussian.unpack(self.normal.precision).clone()
         shift, sites = self.normal.shift.clone(), self.sites
         for i, factor in enumerate(self.factors):
@@ -110,7 +110,7 @@ def log_normal(mean: float = 0.0, sd: float = 1.0) -> Hyperprior:
 
 
 def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
-    """Return exp(x · power) is half-Cauchy with this scale.
+    """Build the hyperprior for which exp(x · power) is half-Cauchy with this scale.
 
     >>> import torch
     >>> half_cauchy(power=1.0).log_density(torch.tensor(0.0)).exp()  # s / (1 + s²), s = eˣ = 1
@@ -123,7 +123,7 @@ def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
 
 
 def non_informative(power: float = 0.5) -> Hyperprior:
-    """Return the density of exp(x · power) is flat; improper, so that it needs more than one client.
+    """Build the hyperprior for a flat density of exp(x · power); it is improper and needs more than one client.
 
     >>> non_informative(power=0.5)[:2]  # of x = log τ: exp(x / 2)
     (0.5, 0.0)

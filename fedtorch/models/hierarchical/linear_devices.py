@@ -52,7 +52,7 @@ def linear(
     rule: QuadratureRule | None = None,
     statistics: Callable[[Any, int], SufficientStatistics] | None = None,
 ) -> Model:
-    """Return linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), as far as rows have an offset or a weight.
+    """Build linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), for rows with an optional offset and weight.
 
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
@@ -125,7 +125,7 @@ def linear(
 
 
 def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePosterior:
-    """Return new devices' posteriors from q(φ) and their own few rows: no other device takes part.
+    """Return new devices' posteriors from q(φ) and their own few rows, without any other device.
 
     Args:
         model: the model of q(φ).
@@ -216,7 +216,7 @@ def _marginal(
     log_noise: Tensor,
     spelled: Callable[[], Conditional],
 ) -> Conditional:
-    """Return the same from the components of Σ, which is spelled out for the moments of θ_k only."""
+    """Return the same from the components of Σ, whose full form is needed for the moments of θ_k only."""
     root = data.root
     centre = data.misfit(given.mean[:, None])[:, 0]
     shared, slope, variance = root.mT @ given.shared @ root, given.slope @ root, log_noise.exp()

@@ -1,8 +1,8 @@
 r"""Regressions of rows with missing covariates, which are integrated out under a normal distribution of the columns.
 
 With :math:`z_m \mid z_o \sim N(m, C)` of a row's missing columns given its observed ones, the row's columns of x are
-:math:`\hat x + R u` with standard normal u, as far as the formula is linear in what is missing. So the predictor is
-normal given θ, of variance :math:`v(\theta) = |R'\theta|^2`:
+:math:`\hat x + R u` with standard normal u, if the formula is linear in the missing values. The predictor is then
+normal given θ, with variance :math:`v(\theta) = |R'\theta|^2`:
 
 .. math::
     p(y \mid \theta) = \int p(y \mid \hat x'\theta + s)\, N(s; 0, v(\theta))\, ds ,
@@ -39,9 +39,9 @@ from fedtorch.models.incomplete_normal import Normal, conditional as conditional
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 from fedtorch.models.rows import Observations
 
-_POINTS = 9  # over a missing predictor
-_FEW = 4  # coefficients of which a rule over all has few nodes
-_TINY = 1e-8  # variance of a predictor, so that its sd has derivatives
+_POINTS = 9  # nodes over a missing predictor
+_FEW = 4  # most coefficients for which a rule over all has few nodes
+_TINY = 1e-8  # least variance of a predictor, so that its sd has derivatives
 _LINEAR = ("", "C", "center", "scale")  # functions of formulas
 _FAMILIES = {"gaussian": GAUSSIAN, "logistic": LOGISTIC, "binomial": LOGISTIC, "poisson": POISSON}
 

@@ -1,9 +1,10 @@
 r"""Generalised linear models of many clients, each with its own normal penalty: mode and curvature, stacked.
 
-Client k's coefficients minimise :math:`-\sum_i \log p(y_{ki} \mid x_{ki}'\theta) + \tfrac{\lambda_k}{2} \|\theta\|^2 -
-\langle h_k, \theta\rangle`. Steps of Newton's method are those of iteratively reweighted least squares, links being
-canonical; a step that increases the objective is halved. Without a penalty, separable responses have no finite mode:
-steps end where they gain nothing more.
+Client k's coefficients minimise
+:math:`-\sum_i \log p(y_{ki} \mid x_{ki}'\theta) + \tfrac{\lambda_k}{2} \|\theta\|^2 - \langle h_k, \theta\rangle`.
+Steps of Newton's method are those of iteratively reweighted least squares, links being canonical; a step that increases
+the objective is halved. Without a penalty, separable responses have no finite mode: steps end where they gain nothing
+more.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(4, 1), torch.tensor([2.0, 4.0, 3.0, 3.0]))])

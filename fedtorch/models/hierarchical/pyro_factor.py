@@ -1,6 +1,6 @@
 r"""A user's own Pyro model as the local factor of expectation propagation.
 
-The model takes the shared parameters φ `(p,)` and a client's rows, samples its own latent variables θ and observes::
+The model receives the shared parameters φ `(p,)` and a client's rows, samples its own latent variables θ and observes::
 
     def model(phi, x, y):
         slope = pyro.sample("slope", Normal(phi[0], phi[1].exp()))
@@ -52,14 +52,14 @@ from fedtorch.stacked_layers import WithoutReading
 __all__ = ["pyro_factor"]
 __dir__ = only(__all__)
 
-_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
+_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs as nodes
 _AROUND = 7  # points for each of two latent variables around their mode
 _STILL = 0.03  # sds of the last step to the mode: integration about the mode covers the rest
-_ROUGH = 0.1, 5  # the same, and evaluations, while the place of nodes of φ is sought
-_ALONE = 3  # nodes for which the mode between them is not sought first
-_CHUNK = 2**18  # rows at nodes of φ whose modes are sought at once
+_ROUGH = 0.1, 5  # the same, and evaluations, while nodes of φ are placed
+_ALONE = 3  # most nodes without a preliminary search for the mode between them
+_CHUNK = 2**18  # most rows times nodes of φ in a search for modes
 _LEAST = 1e-9  # relative variance added in directions in which nodes do not vary
-_BEYOND = 1.0  # ranges of the modes before, by which a foretold one may lie outside
+_BEYOND = 1.0  # how far outside a predicted mode may lie, in ranges of the previous modes
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
@@ -162,7 +162,7 @@ class PyroFactor:
     def devices(self, cavity: Moments, data: Any, *, rule: QuadratureRule | None = None) -> DevicePosterior:
         """Return the posterior of each client's θ given its rows and the others' information about φ.
 
-        θ is in unconstrained coordinates, latent variables in the order in which the model samples them.
+        θ is in unconstrained coordinates, latent variables in the model's order of sampling.
 
         >>> import pyro, torch, fedtorch as ft
         >>> from pyro.distributions import Normal
@@ -187,7 +187,7 @@ class PyroFactor:
     def _tilted(self, rule: QuadratureRule | None, cavity: Moments, data: Any, factors: bool = False) -> Nodes:
         """Return nodes of φ, with the moments of θ at them unless only factors are needed.
 
-        The place of the nodes is sought with few nodes of θ first, about modes that are not sought exactly.
+        Nodes are first placed with few nodes of θ, about approximate modes.
         """
         chosen, starts = default_rule(cavity.mean.shape[1]) if rule is None else rule, Starts(len(cavity.mean))
         every = torch.arange(len(cavity.mean))
@@ -315,7 +315,7 @@ class PyroFactor:
 
 
 def _few_nodes(size: int) -> QuadratureRule | None:
-    """Return the rule over θ while the place of nodes of φ is sought."""
+    """Return the rule over θ while nodes of φ are placed."""
     if size < 2:
         return gauss_hermite(size, 5)
     return two_shells(size) if size <= _MANY else None
@@ -328,7 +328,7 @@ def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
 
 
 def _checked(program: Callable[..., Any], phi: Tensor, data: Any) -> Any:
-    """Return data of which each client has rows, and such as the program can observe at the prior's mean φ."""
+    """Check that each client has rows that the program can observe at the prior's mean φ; return the data."""
     import pyro
 
     refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
@@ -346,7 +346,7 @@ def _float64(leaf: Tensor) -> Tensor:
 
 
 class Starts:
-    """The last θ of each client's nodes, of which modes at other nodes are a linear function, nearly.
+    """The last θ at each client's nodes; modes at other nodes are approximately linear in φ.
 
     >>> starts, ids = Starts(1), torch.tensor([0])
     >>> starts.at(ids, torch.tensor([[[0.0]]]), 1)  # nothing is known

@@ -1,4 +1,4 @@
-r"""Regressions by a formula: the hierarchy, its names and its default priors follow from a design.
+r"""Regressions by a formula: the hierarchy, its names and its default priors are derived from a design.
 
 Coefficients belong to the columns as fitted, standardised unless the design says otherwise. By default
 
@@ -146,7 +146,7 @@ def _check_trials(design: Design, family: str) -> None:
 
 
 def _levels(design: Design, family: str) -> tuple[str, ...]:
-    """Return the levels of an ordered response, none of another."""
+    """Return the levels of an ordered response; None for others."""
     column = design.parsed.response.column
     levels = design.encoding.levels[column].names if column in design.encoding.levels else ()
     if family == "cumulative":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _LARGE = 2.5  # of a coefficient per standard deviation of its column, an odds ratio of 12
-_UNSURE = 0.2  # standard error or deviation, as a part of the coefficient
+_UNSURE = 0.2  # standard error or deviation, relative to the coefficient
 _PRIOR = 0.07  # posterior share of the prior variance
 _CUT = 1.5  # of such a coefficient whose rows leave `_HALF`: a truncated prior of sd 2.5 has mean 2.0
 _MOVED = 1e-3  # least such coefficient that counts as moved by rows: one row of a million moves it by more

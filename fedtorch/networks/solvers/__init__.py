@@ -1,4 +1,4 @@
-"""Solvers of GTV minimisation for linear models: one idea, one file; `problem.py` is the one to read first.
+"""Solvers of GTV minimisation for linear models, one per file; read `problem.py` first.
 
 Local solvers, in which a node receives only its neighbours' messages between checks of optimality: `fedgd`, `fedrelax`,
 `chebyshev` (after its first rounds), `admm`, `primal_dual`. Reference solvers, in which every round needs sums over the

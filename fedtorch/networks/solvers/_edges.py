@@ -98,7 +98,7 @@ class EdgeProblem:
             size = torch.bincount(labels, minlength=count)
             w[:, c] = (w.new_zeros(count).index_add_(0, labels, w[:, c]) / size)[labels]
         clusters = self._components(tied.all(1))[0] if bool(tied.any()) else None
-        monitor.least = torch.inf  # steps that are averaged cannot go astray, and no other parameters have these ties
+        monitor.least = torch.inf  # averaged steps do not diverge, and no other parameters have these ties
         return monitor.solution(w, "local", optimality=lambda w: self.optimality(w, dual), clusters=clusters)
 
     def _components(self, tied: Tensor) -> tuple[Tensor, int]:

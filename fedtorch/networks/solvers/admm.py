@@ -1,4 +1,4 @@
-r"""ADMM over the edges: every edge has copies of its two nodes' parameters and makes them agree, more or less.
+r"""ADMM over the edges: every edge has copies of its two nodes' parameters, which the penalty makes agree.
 
 In scaled form, with u the dual of an edge from i to j:
 

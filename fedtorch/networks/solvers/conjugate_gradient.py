@@ -77,7 +77,7 @@ class ConjugateGradients:
         return torch.bmm(self.problem.inverse_blocks, r.unsqueeze(2)).squeeze(2)
 
     def step(self) -> bool:
-        """Take one round; return whether it was the last."""
+        """Do one round; return whether it was the last."""
         image = self.problem.product(self._direction)
         curvature = self._dot(self._direction, image)
         if not bool((self._size > 0) & (curvature > 0)):  # converged to this precision, or zero from the start

@@ -53,7 +53,7 @@ equal = Penalty(lambda s: torch.where((s == 0).all(1), 0.0, torch.inf).to(s.dtyp
 
 
 def huber(delta: float) -> Penalty:
-    """Return ½s² up to |s| = δ and δ|s| − ½δ² beyond, number by number: a loss that far residuals pull at no harder.
+    """Return ½s² up to |s| = δ and δ|s| − ½δ² beyond, elementwise: large residuals pull with a bounded force.
 
     Raises:
         ValueError: a δ that is not positive.

@@ -104,8 +104,9 @@ class LinearProblem:
     def safe_rate(self) -> float:
         """Return a learning rate at which `fedgd` converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
 
-        Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i)
-        stands its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
+        It is a sharper form, node by node, of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i, with
+        λ_max(Q_i) replaced by its largest row sum of absolute values, which is an upper bound. Nodes agree on the
+        maximum once.
         """
         largest = self.gram.abs().sum(2).amax(1)
         bound = float((largest + 2 * self.alpha * self.degrees).max())
@@ -152,7 +153,7 @@ class LinearProblem:
     def pooled_eigenvalue(self) -> float:
         """Return the smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 uncoupled.
 
-        P⁻¹Q has no larger smallest eigenvalue, and at a strong coupling hardly a smaller one.
+        It bounds the smallest eigenvalue of P⁻¹Q from above, closely at a strong coupling.
         """
         labels, count = self.components
         pooled, blocks = (
@@ -246,7 +247,8 @@ def linear_problem(
         network: has the clients as nodes.
         alpha: strength α of the coupling.
         dtype: of the solution; the sums over rows are in float64.
-        unlabelled: whether nodes may have no rows; theirs is L_i = 0, and they follow their neighbours.
+        unlabelled: whether nodes may have no rows; such a node has L_i = 0, and its solution follows from its
+            neighbours'.
 
     Raises:
         ValueError: rows of other shapes, another number of clients than nodes, nodes without rows, a negative α.

@@ -1,9 +1,9 @@
-r"""Algorithm 5.3: nodes minimise near the common parameters, a server averages.
+r"""Algorithm 5.3: nodes minimise near the common parameters, and a server averages.
 
 .. math:: w_i = \arg\min_v L_i(v) + \frac1\eta \|v - w\|^2, \qquad w \leftarrow \frac1n \sum_i w_i
 
-Its fixed point is *not* the minimiser of Σ_i L_i: a node whose loss is steep moves less than one with a flat loss, so
-that the mean is biased to the flat ones, by O(η). `admm` with the penalty `equal`, and `ft.scaffold`, are not.
+Its fixed point is *not* the minimiser of Σ_i L_i: a node with a steep loss moves less than one with a flat loss, so the
+mean is biased towards the flat ones, by O(η). `admm` with the penalty `equal`, and `ft.scaffold`, have no such bias.
 
 Source: Jung, "Federated learning: from theory to practice", Algorithm 5.3 and equation (5.17).
 

@@ -1,6 +1,6 @@
 """The result of a solver, and its stopping rule.
 
-A solver of one's own starts, counts and stops as the others do:
+A user-defined solver starts, counts and stops like this:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks.solvers.solution import Monitor, Solution, start_at, within
@@ -151,7 +151,7 @@ class Monitor:
         return False
 
     def _certain(self, error: float) -> bool:
-        """Return whether parameters have half of the digits to which the equations are to hold."""
+        """Return whether parameters have half of the digits required of the equations."""
         return within(error**2, self.tolerance, self.problem.cross)
 
     def _within(self, optimality: float) -> bool:
@@ -194,7 +194,7 @@ class Monitor:
         reason, small = self.reason, within(reached, self.tolerance, w)
         if small and self._certain(error or 0.0):
             reason = "converged"
-        elif reason not in ("rounds", "watch"):  # a residual carried on from round to round is not always the true one
+        elif reason not in ("rounds", "watch"):  # an updated residual may drift from the true one
             reason = "ill-conditioned" if small else "breakdown"
         cost = self.rounds, self.sums, self.rounds * self.problem.round_bytes
         return Solution(w, reached, reason, *cost, scope, clusters, error)

@@ -12,8 +12,8 @@ from fedtorch.programs.triton.philox import gammas, new_key, wide_exponential, w
 def eliminated(matrix, right, prior, z, index, size):
     """Return a draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b, z and the prior's part of A `(B, P)`.
 
-    A pivot is no less than the prior's part; one that is, by rounding where columns depend on each other, is that, with
-    nothing beside it.
+    A pivot is at least the prior's part of it; if rounding makes it smaller, as for dependent columns, it is set to
+    that part, and the rest of its row to zero.
     """
     for j in range(size):
         at = index == j
@@ -66,7 +66,7 @@ def horseshoe(
     BATCH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Do all sweeps of some problems; those of one client are neighbours, `chains` of them."""
+    """Do all sweeps of some problems; the `chains` problems of one client are adjacent."""
     problem = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
     index = tl.arange(0, SIZE)
     there, real = problem < problems, index < size

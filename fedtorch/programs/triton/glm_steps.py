@@ -26,7 +26,7 @@ def misfit(predictor, response, FAMILY: tl.constexpr):
 
 @triton.jit
 def rows_of(index, at, many, INDEXED: tl.constexpr):
-    """Return (rows of a part of a batch, which of them are there)."""
+    """Return (rows of a part of a batch, their mask)."""
     if INDEXED:
         row = tl.load(index + at, mask=at < many, other=-1)
     else:
@@ -36,7 +36,7 @@ def rows_of(index, at, many, INDEXED: tl.constexpr):
 
 @triton.jit
 def design_of(features, row, here, column, width, known):
-    """Return rows of features, and the constant 1 in the column after them if that is known; zeros where nothing is."""
+    """Return rows of features, with the constant 1 in the column after them if `known`; zeros elsewhere."""
     inside = here[:, None] & known[None, :]
     wanted = inside & (column < width)[None, :]
     loaded = tl.load(features + row[:, None] * width + column[None, :], mask=wanted, other=0.0)

@@ -40,7 +40,7 @@ def least(
 
 
 def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Optimum:
-    """Minimise an objective by L-BFGS from `start`, and return the least that was reached."""
+    """Minimise an objective by L-BFGS from `start`, and return the best point."""
     point = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
                                   tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip

@@ -1,9 +1,8 @@
 r"""Wrong messages: model poisoning by some clients, `algorithm | attack`.
 
 An attack has two parts, each of which may be missing. *Alone*, a client replaces its message, depending on the honest
-message and its own key. *Together*, the attackers of a round see all messages and replace their own. Persistent
-contributions are replaced in the same way: for every state of an attacker `told` is false, and the total is the sum of
-the false values.
+message and its own key. *Together*, the attackers of a round see all messages and replace their own. An attacker's
+persistent contribution (`told`) is replaced in the same way, and the total is the sum of the replaced values.
 
 Attacks replace the client's message, so they wrap innermost, before `privacy.client_level` or `robust.rule`.
 """

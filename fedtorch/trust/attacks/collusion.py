@@ -42,8 +42,8 @@ def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack
 
     Args:
         clients: indices of the attackers.
-        z: default: the largest with which, for normal messages, enough honest ones are farther from μ for the
-            attackers to be among a majority.
+        z: default: the largest z at which, for normal messages, enough honest messages are farther from μ than the
+            attackers' that these belong to a majority.
     """
     return Attack(tuple(clients), "a_little_is_enough", together=partial(_a_little, z))
 

@@ -41,7 +41,7 @@ def noise(clients: Sequence[int], sd: float) -> Attack:
 
 
 def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
-    """Send zeros, without any work: no change. With `sd` it hides behind normal noise (disguised free riding)."""
+    """Send zeros, without any work: no change. With `sd` normal noise disguises the free rider."""
     return Attack(tuple(clients), "free_rider", alone=lambda message, key: _normal(message, key, sd))
 
 

@@ -129,7 +129,7 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
 
 
 def _halves(seed: int, shadows: int, count: int) -> Tensor:
-    """Return which model is trained on which row `(S, n)`: a half each, in pairs that share no row."""
+    """Return which model is trained on which row `(S, n)`: half of the rows each, in complementary pairs."""
     keys = random.fold_in(random.key(seed), torch.arange(shadows // 2))
     first = random.permutation(keys, count) < count // 2
     return torch.cat([first, ~first])

@@ -11,7 +11,7 @@ Xᵀ g_t, and the server knows g_t, so some steps give all of X Xᵀ, the featur
 Networks of any kind with known starting weights, as when all nodes derive them from one key, are inverted by following
 their training (`split_inversion`).
 
-`tapped` is how nodes' messages are overheard: halves of a protocol are generators, and it passes them on.
+`tapped` observes nodes' messages: halves of a protocol are generators, and it passes their messages on.
 
 Sources: Li et al. (2022), "Label leakage and protection in two-party split learning"; Erdoğan, Küpçü and Çiçek (2022),
 "UnSplit".
@@ -194,7 +194,7 @@ def split_inversion(
 def _off(
     bottom: nn.Module, start: dict[str, Tensor], values: Tensor, gradients: Tensor, lr: float, rows: Tensor
 ) -> Tensor:
-    """Return how far off rows are from having been sent as `values`, squared and relative."""
+    """Return the relative squared distance of rows' outputs from `values`."""
     weights = {name: weight.requires_grad_() for name, weight in start.items()}
     apart = values.new_zeros(())
     for step, value in enumerate(values):

@@ -66,8 +66,8 @@ Clip = float | Mapping[str, float] | AdaptiveClip
 def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple[Tree, Tensor]:
     """Scale stacked trees down to a norm of at most `bound` per client; also return the norms before, `(K,)` float64.
 
-    A client with NaN, Inf or numbers that overflow is cut to zeros, and its norm is infinite. Numbers of 16 bits become
-    float32, which the bound would not survive otherwise. Complex numbers count as two real ones.
+    A client with NaN, Inf or numbers that overflow is clipped to zeros, and its norm is infinite. Numbers of 16 bits
+    become float32, because their rounding could exceed the bound. Complex numbers count as two real ones.
 
     Raises:
         TypeError: leaves of whole numbers.

@@ -29,12 +29,12 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
-_FARTHEST = 5.0  # sds that a mean of q may move in a round
+_FARTHEST = 5.0  # most sds that a mean of q may move in a round
 _RETREATS = 5  # most retreats because of cavities; after them, clients without a cavity keep their sites
 _SETTLED = 4  # rounds after which changes should shrink
 _RECOVERY = 2**0.5  # growth of the damping in a good round
 _LEAST = 1 / 64  # damping
-_STILL = 1e-9  # sds, a change that is rounding, which need not shrink
+_STILL = 1e-9  # change in sds that counts as rounding and need not shrink
 
 
 class Pace(NamedTuple):
@@ -111,9 +111,10 @@ def changes(before: Natural, after: Natural) -> Tensor:
 
 
 def is_near(trusted: Natural, posterior: Natural) -> Tensor:
-    """Return whether no mean of q has moved far, `()`, in units of the larger sd of both; true where it had none.
+    """Return whether no mean of q has moved far, `()`, in units of the larger sd of both; true if q was improper
+    before.
 
-    In the sd that it had alone, a first estimate that is too narrow could never be left.
+    In units of the previous sd, q could never leave a first estimate that is too narrow.
     """
     old, new = gaussian.moments(trusted), gaussian.moments(posterior)
     sd = torch.maximum(old.covariance.diagonal(), new.covariance.diagonal()).sqrt()
@@ -135,5 +136,5 @@ def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, ve
 
 
 def halfway(site: Natural, good: Natural) -> Natural:
-    """Return the point half the way back."""
+    """Return the midpoint between a site and the one to go back to."""
     return tree.scale(tree.add(site, good), 0.5)

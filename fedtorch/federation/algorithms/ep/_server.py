@@ -31,7 +31,7 @@ class EPServer(NamedTuple):
     prior_sites: Natural  # factors of the other part of the prior, (F,) each
     share: Natural  # each waiting client's share of the first estimate
     posterior: Natural  # q(φ)
-    trusted: Natural  # the last q that clients need not go back from
+    trusted: Natural  # the last q to which no retreat is needed
     version: Tensor  # rounds that have been aggregated
     pace: Pace  # settings of the next round
     moved: Moved  # change in the last round

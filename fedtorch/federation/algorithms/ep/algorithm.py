@@ -65,7 +65,7 @@ class _Outbox(NamedTuple):
 class _Message(NamedTuple):
     """A client's diagnostics for the server."""
 
-    improper: Mean  # 1 if its cavity is no density
+    improper: Mean  # 1 if its cavity is improper
 
 
 def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:

@@ -181,7 +181,7 @@ def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:
 
 
 def _proposed(size: int, points: int) -> Tensor:
-    """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's, and the negatives of all.
+    """Draw nodes of g at m = 0, Σ = I, `(R, size)`, normal and Student's, with the negatives of all.
 
     Up to five dimensions they take turns. Every fourth node would always lie in the same quadrant of the first two
     coordinates, whose correlation would be 0.06 off with any number of nodes; one more coordinate makes the choice
@@ -193,7 +193,7 @@ def _proposed(size: int, points: int) -> Tensor:
     chi_square = -2 * torch.special.log_ndtr(last)  # with two degrees of freedom, the only one with a closed inverse
     every, wider = _mixed(size)
     if other:
-        student = (2 * torch.special.ndtr(-other[0].abs())) > 1 - 1 / every  # alike for a node and its negative
+        student = (2 * torch.special.ndtr(-other[0].abs())) > 1 - 1 / every  # the same for a node and its negative
     else:
         student = torch.arange(len(normal))[:, None] % every == 1
     nodes = torch.where(student, (_FREEDOM / chi_square).sqrt(), wider) * normal
@@ -201,7 +201,7 @@ def _proposed(size: int, points: int) -> Tensor:
 
 
 def _mixed(size: int) -> tuple[int, float]:
-    """Return of how many nodes one is Student's, and the sd of the others."""
+    """Return the reciprocal share of Student's nodes, and the sd of the others."""
     return (2, 1.0) if size <= _LOW else (4, 1.2)
 
 

@@ -31,7 +31,7 @@ def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01
         tolerance: as for `posterior`, with the same warnings and errors.
 
     Raises:
-        TypeError: a run of another algorithm, of factors without devices, or of a population that has not its data.
+        TypeError: a run of another algorithm, of factors without devices, or of a population without its data.
     """
     model, data = checked(run, tolerance).model, getattr(run.population, "data", None)
     if not isinstance(model, Model) or data is None:

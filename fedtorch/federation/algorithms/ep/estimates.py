@@ -42,7 +42,7 @@ _HELPS = "merge levels, leave the column out, or take ft.ep, whose prior bounds 
 # and by 0.2 in others, so a ratio of 0.9 is mostly detected.
 _NARROW = 0.92
 _SHOWN = 5  # names in a warning
-_PART = 2**20  # numbers of covariances at a time
+_PART = 2**20  # numbers of covariances processed at a time
 
 
 class Quantities(NamedTuple):
@@ -87,7 +87,7 @@ def estimates(
 
 
 def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> None:
-    r"""Warn of coefficients whose sd under q is too small, as where few clients leave the variances S(ζ) uncertain.
+    r"""Warn of coefficients whose sd under q is too small, as when the variances S(ζ) are uncertain with few clients.
 
     The mean of K clients has a variance of at least S(ζ) / K, which q evaluates at the mean of ζ. The average over q's
     uncertainty of ζ is larger by the factor E S(ζ) / S(E ζ).
@@ -119,7 +119,7 @@ def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> No
 
 
 def model_of(run: Run) -> Any:
-    """Return the hierarchical model, or the factors, that a run's posterior is of."""
+    """Return the hierarchical model, or the factors, of a run."""
     return posterior_of(run.algorithm).model
 
 
@@ -181,7 +181,7 @@ def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> 
 
 
 def prior_of_means(run: Run) -> Tensor:
-    """Return the covariance of the means over clients before rows are known, `(m, m)`."""
+    """Return the prior covariance of the means over clients, `(m, m)`."""
     model = model_of(run)
     m = model.hierarchy.mean.shape[1]
     covariance: Tensor = gaussian.moments(model.prior.completed()).covariance[:m, :m]
@@ -232,12 +232,12 @@ def units(run: Run) -> Tensor:
     size = len(model_of(run).hierarchy.mean)
     if design is None:
         return torch.eye(size, dtype=torch.float64)
-    back = design.back()  # coefficients that are of no column, such as thresholds, have no units
+    back = design.back()  # coefficients without a column, such as thresholds, have no units
     return torch.block_diag(back, torch.eye(size - len(back), dtype=torch.float64))
 
 
 def design_of(run: Run) -> Design | None:
-    """Return the formula that a run's model is of: the model's own, or else that of its rows, if they are here."""
+    """Return the formula of a run's model: the model's own, or else that of its rows, if they are here."""
     model, population = model_of(run), run.population
     if model.design is not None or hasattr(population, "counts"):
         return model.design

@@ -1,4 +1,4 @@
-"""When a run of expectation propagation has settled, and when rows leave it nowhere to settle at."""
+"""Convergence of a run of expectation propagation, and rows for which there is none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.hierarchical import Model
 
-_LARGEST = 10  # change of a last round, in tolerances
+_LARGEST = 10  # largest change in the last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"
 
 
@@ -47,7 +47,7 @@ class Settled:
 
 
 def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
-    """Return a function of a run's history, for `until=`: whether q stands still.
+    """Build a stopping rule for `until=`: whether q has converged.
 
     Args:
         tolerance: on the sum of future changes, in sd, if changes of means (in sd) and sds (relative) continue to

@@ -42,7 +42,7 @@ from fedtorch.tree import Tree
 
 _POINTS, _FOR_OTHERS = 256, 1024  # nodes of φ, at least: for deviations of sites, and for a site without rows
 _NUMBERS = 2**23  # most numbers in covariances of sites that are processed together
-_SPARE = 8  # times as many draws of a density that is restricted
+_SPARE = 8  # factor of draws from a restricted density
 _SEED = 0  # seed of the draws for ArviZ
 _CHECKS = ("calibration", "powers", "histogram", "means")
 
@@ -108,7 +108,7 @@ class Sites(Named):
         return given_shared(self.model, sent["phi"], sent["key"])
 
     def columns(self, run: Run) -> tuple[tuple[str, ...], Design | None]:
-        """Return names of the columns of x, without thresholds, and the formula that they are of."""
+        """Return names of the columns of x, without thresholds, and their formula."""
         names, ordered = coefficient_names(run), self.model.ordered
         return names[: len(names) - ordered.differences] if ordered else names, design_of(run)
 
@@ -247,7 +247,7 @@ class Hierarchical(Sites, Shared):
 
 
 def _with_known_noise(model: Model, posterior: DevicePosterior, rows: Any) -> DevicePosterior:
-    """Return posteriors with the noise of prepared rows, where that is known and not learnt."""
+    """Return posteriors with the noise of prepared rows, if it is known instead of learnt."""
     known = getattr(model.family, "scale", None)
     if known is None or not bool(posterior.log_noise.isnan().all()):
         return posterior
@@ -350,13 +350,13 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
 
 
 def _noise(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    """Return the logarithms of the noise variances that are known of clients, `(K,)`."""
+    """Return the logarithms of the clients' known noise variances, `(K,)`."""
     model = _model_of(holder)
     return holder.evaluate(holder.data, lambda cavity, block: model.family.scale(model.prepare(block)).log())
 
 
 def _posteriors(form: Form) -> DevicePosterior:
-    """Return room for the posteriors of clients' coefficients."""
+    """Return zeros in the form of the posteriors of clients' coefficients."""
     size = len(_model_of(form).hierarchy.mean)
     mixed = torch.empty(form.clients, form.nodes, dtype=torch.float64)
     means = mixed[..., None].expand(-1, -1, size)

@@ -15,7 +15,7 @@ from fedtorch.models.linear import Spectral, spectral_rows
 from fedtorch.programs import matrix_normal as _program
 from fedtorch.tree import Tree
 
-_POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
+_POOLING = 4.0  # weight of the pooled noise in each device's, in degrees of freedom
 
 
 class Summary(NamedTuple):
@@ -54,7 +54,7 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
 
 
 def _unit(number: float, count: Tensor) -> Tensor:
-    """Return number / n: the mean squared error is ½‖y − Xθ‖² times 2 / n, a mean negative log-likelihood 1 / n."""
+    """Return number / n, the unit of the loss: number 2 for half the squared error, 1 for a log-likelihood."""
     return number / count.clamp(min=1).to(torch.float64)
 
 

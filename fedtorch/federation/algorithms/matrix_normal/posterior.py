@@ -105,7 +105,7 @@ class Correlated(Named):
         )
 
     def columns(self, run: Any) -> tuple[tuple[str, ...], Design | None]:
-        """Return names of the columns of x, and the formula that they are of."""
+        """Return names of the columns of x, and their formula."""
         return inputs(run)
 
     def head(self, algorithm: Any, inbox: Any, before: Tree, reply: Any, rows: Any) -> Tensor:
@@ -176,7 +176,7 @@ def _given(sent: Mapping[str, Tensor]) -> Factors:
 
 
 def tell_sums(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Sums:
-    """Return a site's sums over its devices, of which the factors are known."""
+    """Return a site's sums over its devices, which determine the factors."""
     return sums(_units(holder, sent))
 
 

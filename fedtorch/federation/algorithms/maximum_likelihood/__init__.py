@@ -1,4 +1,4 @@
-r"""Maximum marginal likelihood of hierarchical models: the estimates that mixed-model software prints, and REML.
+r"""Maximum marginal likelihood of hierarchical models, the estimates of mixed-model software, and REML.
 
 The devices' factors f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k multiply to the marginal likelihood of the shared
 parameters,
@@ -16,8 +16,8 @@ likelihood (REML) of linear models, whose ℓ is quadratic in μ,
 .. math:: \ell_R(\zeta) = \ell(\hat\mu(\zeta), \zeta) - \tfrac12 \log |I(\zeta)| + \tfrac m2 \log 2\pi, \qquad
     I = -\partial^2 \ell / \partial \mu\, \partial \mu' .
 
-How θ_k is integrated is the model's own matter: exactly in `hierarchical.linear`, by Laplace's method or adaptive
-Gauss-Hermite quadrature in `generalised` (`inner=`).
+The model defines how θ_k is integrated: exactly in `hierarchical.linear`, by Laplace's method or adaptive Gauss-Hermite
+quadrature in `generalised` (`inner=`).
 
 Source: Laird and Ware (1982), "Random-effects models for longitudinal data", Biometrics 38; Bates, Mächler, Bolker and
 Walker (2015), "Fitting linear mixed-effects models using lme4", Journal of Statistical Software 67(1), section 3.

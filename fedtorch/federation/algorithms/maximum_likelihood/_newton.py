@@ -13,8 +13,8 @@ from fedtorch import linalg
 APART = 0.1  # distance of neighbouring nodes, in standard errors
 _BITS = 14  # bits of a step between nodes
 _LEAST = 1e-10  # least curvature assumed for a direction, in squared standard errors
-_LONGEST = 3.0  # step of a log variance, a correlation's parameter or log σ²
-_WIDEST = 1.0  # standard error of these that nodes are placed by
+_LONGEST = 3.0  # longest step of a log variance, a correlation's parameter or log σ²
+_WIDEST = 1.0  # largest standard error used to place nodes in these
 NOISE = 1e-12  # relative, of sums in float64
 _CUBIC = 1e-6  # third differences, relative
 
@@ -119,7 +119,7 @@ def _expanded(point: Point) -> Expansion:
 
 
 def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
-    """Return whether the likelihood has no third differences in the means, but for rounding, `()`.
+    """Return whether the likelihood's third differences in the means are at rounding level, `()`.
 
     >>> x = stencil(1)[:, 0]
     >>> quadratic(3 * x - x**2, 1, 0), quadratic(3 * x - x**2 + 1e-3 * x**3, 1, 0)
@@ -132,7 +132,7 @@ def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
 
 
 def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
-    """Return whether the function is finite around the new point and no less than at the old one, if any, `()`.
+    """Return whether the function is finite around the new point and not lower than at the old one, if any, `()`.
 
     A first point must also have negative curvature in the means, except for means without information, such as the
     coefficient of an empty column.
@@ -144,7 +144,7 @@ def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
 
 
 def apart(best: Expansion, means: int, before: Tensor) -> Tensor:
-    """Return steps between nodes: a part of the standard errors that the curvature gives, `(p,)`."""
+    """Return the distances between nodes: a fraction of the standard errors by the curvature, `(p,)`."""
     diagonal = best.curvature.diagonal()
     errors = torch.where(diagonal > 0, diagonal.clamp(min=torch.finfo(before.dtype).tiny).rsqrt(), before / APART)
     errors[means:].clamp_(max=_WIDEST)
@@ -152,7 +152,7 @@ def apart(best: Expansion, means: int, before: Tensor) -> Tensor:
 
 
 def spaced(errors: Tensor) -> Tensor:
-    """Return steps between nodes for such standard errors, of few digits.
+    """Round the distances between nodes for these standard errors to few digits.
 
     Nodes are then exact also for coordinates 1e9 standard errors from zero.
 

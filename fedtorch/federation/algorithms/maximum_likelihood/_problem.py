@@ -30,7 +30,7 @@ class MaximumServer(NamedTuple):
 
     prior: Natural  # natural parameters of the first estimate
     at: Tensor  # (p,) point of the next round's evaluation, in the coordinates of `Problem`
-    steps: Tensor  # (p,) between its nodes
+    steps: Tensor  # (p,) distances between its nodes
     best: Point  # the most likely one so far
     reached: Tensor  # () best value of the maximised function
     gain: Tensor  # () log likelihood that an undamped step from there would add

@@ -34,7 +34,7 @@ from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.dependence import taking_part
 from fedtorch.models.hierarchical.empty_levels import refuse_without_maximum
 
-_FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
+_FLAT = 1e-4  # curvature of a log variance with a standard error of a hundred
 
 
 class Maximum(NamedTuple):
@@ -57,7 +57,7 @@ class Maximum(NamedTuple):
     names: tuple[str, ...]  # names of the coordinates of φ
     mean: Tensor  # (p,) φ where the (restricted) likelihood is largest
     covariance: Tensor  # (p, p) inverse of minus its second derivatives; of means and others apart if restricted
-    log_likelihood: float  # the restricted one of a formula is that of the frame's columns, however they were scaled
+    log_likelihood: float  # for a formula, restricted likelihood in the frame's columns, however they were scaled
     spread: Tensor  # (d, d) covariance of the coefficients over clients
     noise: float | None  # residual sd, if it is estimated
 
@@ -158,7 +158,7 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         tolerance: as for `estimates`, with the same errors.
 
     Raises:
-        TypeError: a run of another algorithm, or of a population that has not its data.
+        TypeError: a run of another algorithm, or of a population without its data.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -290,7 +290,7 @@ def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, w
 
 
 def _of_known(design: Tensor, covariance: Tensor) -> Tensor:
-    """Return the covariance of combinations `(q, m)` of coefficients, NaN where unknown ones have a part."""
+    """Return the covariance of combinations `(q, m)` of coefficients, NaN if they include unknown ones."""
     unknown = (design[:, covariance.diagonal().isnan()] != 0).any(1)
     return (design @ covariance.nan_to_num() @ design.mT).masked_fill(unknown[:, None] | unknown, torch.nan)
 

@@ -114,7 +114,7 @@ class Maximised(Sites):
 
 
 def _refuse(given: Any) -> None:
-    """Refuse nodes of the posterior of φ, which is another's."""
+    """Refuse nodes of the posterior of φ, which belong to another method."""
     if given is not None:
         raise TypeError(
             "Expected no given=, by which ft.inference corrects fits of ft.ep, but got some for one of maximum "

@@ -1,4 +1,4 @@
-"""Steps of units uphill, all units of a block at once or in parts, on all rows or some."""
+"""Units' gradient steps, for all units of a block at once or in chunks, on all rows or some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedtorch.programs import stacked_step
 from fedtorch.programs.stacked_step import ClientValues
 from fedtorch.tree import Tree
 
-_MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor
+_MOST_NUMBERS = 2**20  # most rows times inducing values in a chunk on a processor
 _COPIES = 32  # most copies of these numbers, in float64, that a step's gradient stores
 _BETAS = 0.9, 0.99
 

@@ -112,7 +112,7 @@ class StackedGP:
             return function()
 
     def work(self, part: Callable[..., Any], work: UnitSteps, turn: Turn, data: Any, *stacked: Tree) -> Any:
-        """Apply `part(*stacked, data, keys, gp=, work=)` to the units of a block, some at a time."""
+        """Call `part(*stacked, data, keys, gp=, work=)` on the units of a block, in chunks."""
         work.note(turn, data.count)
         function = partial(part, gp=self.at(data.mask), work=work)
         return self.at_first_go(in_parts, function, self.module.points * data.mask.shape[1], *stacked, data, turn.key)

@@ -1,4 +1,4 @@
-r"""GTV minimisation for any models: neighbours' predictions on shared inputs are drawn towards each other.
+r"""GTV minimisation for any models: a penalty on the differences of neighbours' predictions on shared inputs.
 
 The nodes' hypotheses h_i minimise
 
@@ -16,9 +16,8 @@ models of different kinds:
   node stops, the gradient of the sum above is zero for any solver; a solver of one step takes exactly the step that it
   would take on the sum.
 
-For classifiers (`classes=`) predictions are probabilities, of `predict_proba` or the softmax of a module's outputs, and
-the coupling is the cross-entropy of the neighbours' mean probabilities t: labels of the shared inputs that are in
-doubt.
+For classifiers (`classes=`) predictions are probabilities, by `predict_proba` or the softmax of a module's outputs, and
+the coupling is the cross-entropy of the neighbours' mean probabilities t: soft labels of the shared inputs.
 
 The inputs may be given in each node's own features: then they are shared examples, and this is vertical federation
 (section 6.5).

@@ -196,7 +196,7 @@ def fitted(run: Run) -> list[Any]:
         regressors, and copies of local solvers' modules.
 
     Raises:
-        TypeError: a run of another algorithm, or of a population that has not its data.
+        TypeError: a run of another algorithm, or of a population without its data.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,4 +1,4 @@
-"""Nodes of a network whose models differ: how each fits its own rows and its neighbours' predictions."""
+"""Nodes of a network with different kinds of models: their fits to own rows and neighbours' predictions."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Refitted:
         return model
 
     def _labelled(self, rows: NodeRows) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the shared inputs with labels and weights: a row for each class that neighbours hold possible."""
+        """Return the shared inputs with labels and weights: a row for each class with positive probability."""
         shared, targets = rows.shared.numpy(), rows.targets.numpy()
         if self.classes is None:
             return shared, targets, np.ones(len(targets))

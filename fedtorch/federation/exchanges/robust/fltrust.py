@@ -1,4 +1,4 @@
-r"""FLTrust: a client that the server trusts is the measure of the others.
+r"""FLTrust: messages are weighted by their similarity to that of a trusted client.
 
 The trusted client, the first message :math:`x_0`, learns from rows that the server has collected itself. The others
 are scaled to its length and averaged with the positive part of their cosine with it:

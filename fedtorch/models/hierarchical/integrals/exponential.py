@@ -1,4 +1,4 @@
-r"""Log-concave families of responses, and the rows of devices as generalised linear models take them.
+r"""Log-concave families of responses, and the rows of devices for generalised linear models.
 
 All coefficients at which a device's rows are evaluated are columns of one product with X, and second derivatives are
 another with the products of its columns, so that no array has rows × coefficients × nodes.
@@ -23,7 +23,7 @@ _TOGETHER = 512  # rows whose probabilities are multiplied before the logarithm
 
 
 class Likely(NamedTuple):
-    """Responses, and predictors at which they are likely."""
+    """Responses, and predictors with high likelihood."""
 
     response: Tensor  # (K, N) y times the row's count, 0 on padding
     rest: Tensor  # (K, N) further data of the family: e^base of counts, failures of trials, times the count
@@ -31,7 +31,7 @@ class Likely(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of `K` clients, in float64, zero beyond a client's count."""
+    """The rows of `K` clients, in float64, zero on padding."""
 
     x: Tensor  # (K, N, d)
     columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         return eta if self.offset is None else eta.add_(self.offset[:, None])
 
     def counted(self, values: Tensor) -> Tensor:
-        """Return values of rows `(K, P, N)`, each as often as its row counts; it may overwrite them."""
+        """Multiply values of rows `(K, P, N)` by the rows' counts; may overwrite them."""
         return values if self.times is None else values.mul_(self.times[:, None])
 
     def at_once(self) -> int:
@@ -127,7 +127,7 @@ def log_likelihood(family: ExponentialFamily, data: Rows, theta: Tensor) -> Tens
 def _binary_ratio(eta: Tensor, rows: Rows) -> Tensor:
     """Return −Σ log (2 cosh η/2) = −Σ |η|/2 + Σ log σ(|η|), with one logarithm for many rows; for trials the ratio.
 
-    Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
+    Padded rows have η = 0 and contribute log 2 each; products of 512 numbers of at least ½ do not underflow.
     """
     if rows.likely is not None:
         successes, failures, start = (part[:, None] for part in rows.likely)

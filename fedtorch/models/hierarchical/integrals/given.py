@@ -1,4 +1,4 @@
-"""The distribution of coefficients θ_k at nodes of φ, before a device's rows are known."""
+"""The distribution of coefficients θ_k at nodes of φ, before a device's rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The mode of a device's coefficients, at many nodes at once, by Newton's method.
 
 All nodes start from a quadratic expansion of the rows' log likelihood about one mode, that of their median prior, so
-that a step or two are left. A step is halved where it does not shrink the gradient, and only nodes that still move are
+that a step or two remain. A step is halved if it does not reduce the gradient, and only nodes that still move are
 evaluated again.
 """
 
@@ -22,15 +22,15 @@ _STEPS = 200
 _NEAR = 0.03
 _EXACT = 1e-9  # the same for Laplace's method, which does not
 _STILL = 0.3  # the same at the first mode, from which the others start
-_MOST = 5  # coefficients of whose columns all products of four are made
+_MOST = 5  # most coefficients for which all products of four columns are formed
 _NUMBERS = 2**25  # most numbers in all, about
 _LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, for any prior sd
 
 
 class White(NamedTuple):
-    """The normal prior of θ, a + L u with standard normal u, of whose coordinates the last e are uncertain.
+    """The normal prior of θ, a + L u with standard normal u, whose last e coordinates are uncertain.
 
-    Where t = w'u is known, u = t w + B z with standard normal z `(e − 1,)`, so that L is (e, e − 1).
+    If t = w'u is known, u = t w + B z with standard normal z `(e − 1,)`, so that L is (e, e − 1).
     """
 
     mean: Tensor  # (K, R, d) a
@@ -66,7 +66,7 @@ class Problem(NamedTuple):
     data: Rows
     x: Tensor  # (K, N, e)
     products: Tensor  # (K, N, e (e + 1) / 2)
-    powers: Powers | None  # products of three and four columns, where they are not too many
+    powers: Powers | None  # products of three and four columns, unless there are too many
 
     @staticmethod
     def of(family: ExponentialFamily, data: Rows, uncertain: int) -> Problem:

@@ -33,14 +33,15 @@ from fedtorch.models.hierarchical.integrals.modes import Expansion, Problem, Whi
 from fedtorch.models.quadrature import QuadratureRule
 
 _BLOCKS = 2  # linear predictors at a time, to fit the cache
-_FEW = (1, 2, 3)  # coordinates of a rule of which the nodes are evaluated by fourth derivatives where that is enough
-_MANY = 64  # responses of a client, trials each counted, from which on they may be
+# numbers of coordinates of a rule for which nodes are evaluated by fourth derivatives if these suffice
+_FEW = (1, 2, 3)
+_MANY = 64  # responses of a client, counting trials, above which they may be
 _REST = 2e-3  # tolerated sixth-order remainder of a log likelihood
 _LOWEST = -0.7  # least relative change of a row's information
 _MODE = 1.0  # Newton decrement above which no mode was found
-# By how much moments may differ from the normal approximation, of its sd or variance, and stay those of a rule about
-# its mode. Errors of random designs of one and two coordinates are then below 0.07 sds; by 0.6 they reach 0.11, by 0.4
-# 0.03, but more nodes of φ are integrated anew, most of little weight, and three coordinates take thrice as long.
+# Tolerated difference of moments from the normal approximation, in its sd or variance, for a rule about the mode.
+# Errors of random designs of one and two coordinates are then below 0.07 sds; with 0.6 they reach 0.11, with 0.4 0.03,
+# but more nodes of φ, most of little weight, are integrated again, and three coordinates take thrice as long.
 _NORMAL = 0.5
 # Variance of a row's predictor above which the row's bend away from the mode is checked. A row bends within some four
 # units of its predictor, and nodes of a rule are an sd apart. For random designs with variances up to 1e5 all limits
@@ -108,7 +109,7 @@ def _anew(
     fewer: Callable[[int], QuadratureRule],
     directions: int,
 ) -> Integral:
-    """Return the integral with rough nodes integrated along a direction."""
+    """Return the integral, with inaccurate nodes integrated along a direction."""
     clients = rough.any(1).nonzero()[:, 0]
     which = rough[clients].to(torch.int8).argsort(dim=1, descending=True, stable=True)
     which = which[:, : int(rough[clients].sum(1).amax())]
@@ -331,7 +332,7 @@ class _Beside(NamedTuple):
         gain = corner @ across
         beside = -gain @ covariance
         top = torch.cat([corner - beside @ gain.mT, beside], -1)
-        if problem.powers is not None:  # else these are of the same order, but need sums of too many products
+        if problem.powers is not None:  # otherwise these are of the same order, but need sums of too many products
             skew = cubic(problem.data.counted(self.third * 1.0) @ problem.powers[0], local.whole).mT
             top = top + 0.5 * (skew[..., :fixed, :] * twice(local.whole)) @ skew.mT
         beside = top[..., fixed:]

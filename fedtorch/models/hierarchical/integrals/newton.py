@@ -1,4 +1,4 @@
-"""Newton's method on many small problems at once, with damping where a second-order expansion is not to be trusted.
+"""Newton's method on many small problems at once, with damping where a second-order expansion is unreliable.
 
 A step solves (H + λ ν D) s = g, with D the greatest diagonals of |H| so far, so that units do not matter, and ν the
 least absolute eigenvalue of H in the units of D, so that λ = 1 halves the longest part of a step. If H is indefinite or
@@ -35,7 +35,7 @@ Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Least(NamedTuple):
-    """Where objectives are least."""
+    """The minima of the objectives."""
 
     at: Tensor  # (K, p)
     curvature: Tensor  # (K, p, p) the second derivatives
@@ -51,7 +51,7 @@ def minimised(
     still: float = 0.0,
     trials: int = TRIALS,
 ) -> Least:
-    """Return Newton's method on `K` problems at once: where each is least.
+    """Minimise `K` problems at once by Newton's method.
 
     Args:
         objective: `(K, p)` -> `(K,)`, each from its own row.
@@ -122,7 +122,7 @@ class _State(NamedTuple):
         return _State(at, value, gradient, curvature, scale, torch.zeros_like(value), never.long(), never)
 
     def after(self, trial: Tensor, derivatives: tuple[Tensor, Tensor, Tensor], gain: Tensor) -> _State:
-        """Return the state after the evaluation of a step that foretells a gain."""
+        """Return the state after the evaluation of a step with a predicted gain."""
         value, gradient, curvature = derivatives
         fine = value.isfinite() & gradient.isfinite().all(1) & curvature.isfinite().all((1, 2))
         near = gain <= _NEAR * (1 + self.value.abs())  # values contain rounding from here on

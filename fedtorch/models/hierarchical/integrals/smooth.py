@@ -1,7 +1,7 @@
 r"""Integrals of any smooth density about its mode, and devices whose rows have any smooth log likelihood.
 
-A row's log likelihood is a function of its predictor η = x'θ + offset and of a variance v = |R'θ|², where some columns
-are missing, with derivatives in both: of rows with missing cells (`missing_cells`), which generalised linear models
+A row's log likelihood is a function of its predictor η = x'θ + offset and, with missing columns, of a variance v =
+|R'θ|², with derivatives in both: for rows with missing cells (`missing_cells`), which generalised linear models
 (`integrals.exponential`) do not cover.
 """
 
@@ -24,7 +24,7 @@ from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.tree import Tree
 
 _NOWHERE = -1e30  # log density
-_AT_ONCE = 2**18  # rows at nodes that are evaluated together
+_AT_ONCE = 2**18  # rows times nodes that are evaluated together
 
 
 class Integrated(NamedTuple):

@@ -41,8 +41,8 @@ from fedtorch.progress import tracked
 from fedtorch.trust.privacy._checks import check_delta
 
 Score = Callable[[Tensor], Tensor]  # releases (R, D) -> (R,), large with the canary
-_CANARY = 1e3  # times any clip that leaves the others visible
-_CHOICES = 200  # thresholds among which one is chosen
+_CANARY = 1e3  # in units of any clip that leaves the other rows visible
+_CHOICES = 200  # thresholds to choose from
 
 
 class Region(NamedTuple):
@@ -94,7 +94,7 @@ def audit(
     confidence: float = 0.95,
     score: Score | None = None,
 ) -> Audit:
-    """Audit a solver that claims to protect rows, with a canary whose gradient is as bad as can be.
+    """Audit a solver that claims to protect rows, with a worst-case canary gradient.
 
     One client is one run: with the canary, a row whose gradient is a thousand in the first direction, or with a row of
     zero gradient in its place; all others have gradients of zero. The runs go through `ft.run`, stacked.

@@ -38,7 +38,7 @@ from fedtorch.trust.privacy.accounting.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.noise import MECHANISMS
 
 SYSTEM = "of the operating system"
-UNSEEN = ", and nobody who knows which clients were asked"  # the end of an adversary's description
+UNSEEN = ", and nobody who knows which clients were asked"  # end of an adversary's description
 NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it can subtract it"
 _LOG = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def _check_entries(digests: Sequence[str], entries: int, last: str, where: str) 
 
 
 def _check_not_lost(ledger: Path) -> None:
-    """Raise ValueError where a ledger is not there that had entries."""
+    """Raise ValueError if a ledger with entries is missing."""
     head = _head(ledger)
     if not ledger.exists() and head.exists() and (known := files.read_json(head))["entries"]:
         raise ValueError(

@@ -105,9 +105,9 @@ class LayerRecorder:
     Args:
         layers: of the module.
         tensors: the module's tensors, which require gradients.
-        detached: the same numbers without.
-        zeros: added to the outputs of the layers' calls, by their numbers; a layer without, or with zeros of another
-            shape, is not recorded.
+        detached: the same tensors without gradients.
+        zeros: added to the outputs of the layers' calls, by layer index; a layer without zeros, or with zeros of
+            another shape, is not recorded.
 
     Attributes:
         inputs: of the recorded calls, by the layers' indices.
@@ -163,8 +163,8 @@ def positions(value: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, value: Tensor) -> Tensor:
-    """Return the patches at each output position of a convolution's inputs `(K, B, ..., C, *size)`, `(K, B, T, C ·
-    kernel)`.
+    """Return the patches at each output position of a convolution's inputs `(K, B, ..., C, *size)`,
+    `(K, B, T, C · kernel)`.
     """
     line = len(layer.kernel_size) == 1
     images = value.flatten(0, -3 if line else -4)

@@ -33,7 +33,7 @@ Cell = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor | None, Tensor | None]
 class ExampleOperations(TorchFunctionMode):
     """A context in which recurrent layers, their cells and `prelu` have gradients under several `torch.vmap`.
 
-    Sequences that are packed keep torch's own operation.
+    Packed sequences use torch's own operation.
     """
 
     def __torch_function__(
@@ -91,7 +91,7 @@ def _layers(
     *settings: Any,
 ) -> tuple[Tensor, ...]:
     """Return (outputs, last states...) of layers and directions, like `torch.gru`."""
-    if isinstance(weights, Tensor):  # packed sequences, whose second argument are the sizes of batches
+    if isinstance(weights, Tensor):  # packed sequences, whose second argument is the batch sizes
         result: tuple[Tensor, ...] = original(input, before, weights, biases, *settings)
         return result
     layers, dropout, train, bidirectional, batch_first = settings

@@ -56,7 +56,7 @@ class PrivateLoss(StackedLoss):
         clip: the bound C on an example's gradient.
         sampling_rate: q, with which every row is drawn.
         spending: source of noise z.
-        ghost: whether layers may be worth it: False makes every example's gradient.
+        ghost: whether layers may use ghost norms; False forms every example's gradient.
         most: largest batch of a client; larger ones are cut. None never cuts.
     """
 

@@ -70,7 +70,7 @@ def look_alone(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> 
 
 
 def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> PrivateLoss:
-    """Return the same loss of a module in float64, which is changed to it, on the device of the loss's own."""
+    """Return the same loss of a module that is converted to float64, on the device of the loss's own."""
     device = next(loss.objective.parameters()).device
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).to(device, torch.float64)
@@ -215,7 +215,7 @@ def _of(key: Tensor | None, client: int) -> Tensor | None:
 
 
 def _padded(rows: Sequence[Tree]) -> tuple[Tree, Tensor]:
-    """Return clients' rows in front of repetitions, `(K, B, ...)`, and their mask `(K, B)`."""
+    """Pad clients' rows by repetitions, `(K, B, ...)`, with their mask `(K, B)`."""
     sizes = torch.tensor([len(tree.leaves(each)[0]) for each in rows])
     width = int(sizes.max())
     at = [torch.where(torch.arange(width) < size, torch.arange(width), 0) for size in sizes]
@@ -244,7 +244,7 @@ def _layers_agree(point: _Point, rounding: float) -> bool:
 
 
 def _mixing(loss: PrivateLoss, faults: Faults, otherwise: str = "the loss of a batch mixes them") -> ValueError:
-    """Return the error of a loss that mixes examples, by the operations at fault; `otherwise` where none is known."""
+    """Return the error for a loss that mixes examples, with the operations at fault; `otherwise` if none is known."""
     known = suspects(loss.objective.module)
     guess = f"{otherwise}, perhaps by {', or by '.join(known)}" if known else otherwise
     return ValueError(

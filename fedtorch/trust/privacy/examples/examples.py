@@ -41,7 +41,7 @@ from fedtorch.trust.privacy.examples._separable import check_separable, in_doubl
 
 ADJACENCY = "zero-out: one row of one client has gradients of zeros instead of its own, in all steps"
 ADVERSARY = "everybody who sees what clients send, the server included, and not which rows their steps draw"
-_LOOKED_AT = 8, 5  # rows of two clients, to find out whether a loss mixes them: unlike each other and their number
+_LOOKED_AT = 8, 5  # rows of two clients in the trial: different from each other and from the number of clients
 
 
 class PrivateDescent(Descent):
@@ -82,7 +82,7 @@ class PrivateDescent(Descent):
         self.loss, self._criterion, self._ignored = private(self.objective, self.trained), criterion, ignore_hooks
 
     def _learn(self, data: Any) -> None:
-        """Find out from clients with the most and the fewest rows whether the module can train example by example."""
+        """Try with the largest and smallest clients whether the module can train example by example."""
         if len(data.count) == 0 or self.loss.checked:
             return
         self.move(data.count.device)

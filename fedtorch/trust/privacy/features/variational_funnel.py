@@ -161,7 +161,7 @@ def _play(
     settings: tuple[int, int, float],
     key: Tensor,
 ) -> None:
-    """Train encoder and heads against each other, in place."""
+    """Train encoder and heads adversarially, in place."""
     (x, s, y), (steps, inner, lr), width = rows, settings, encoder(rows[0][:1]).shape[1]
     encoding = torch.optim.Adam(encoder.parameters(), lr=lr)
     theirs = torch.optim.Adam([value for head in heads for value in head.parameters()], lr=3 * lr)

@@ -43,7 +43,7 @@ class State(NamedTuple):
 
 
 def check_total(told: Told) -> None:
-    """Raise ValueError unless noise keeps the meaning of the total."""
+    """Raise ValueError unless the total keeps its meaning with noise."""
     if told.averages is not Averages.COORDINATEWISE:
         raise ValueError(
             "Expected a total of numbers each on its own, but got one of matrices that have to stay positive definite, "

@@ -1,7 +1,7 @@
 r"""Differential privacy of whole clients: clipped messages, noise on their sum.
 
-Every client's message is cut to a norm of at most C, the server adds noise of z·C to the sum and divides by the number
-of clients that it *expects*, m, never by how many or how heavy they are:
+Every client's message is clipped to a norm of at most C; the server adds noise of z·C to the sum and divides by the
+*expected* number m of clients, never by their actual number or weight:
 
 .. math:: \bar v = \frac1m \Bigl(\sum_k v_k \min(1, C / \|v_k\|) + z\, C\, \xi\Bigr).
 

@@ -1,6 +1,6 @@
 r"""Differential privacy of whole clients without a trusted server: every client adds noise to its messages.
 
-A client's message is cut to a norm of at most C and gets noise of z·C/√q on every number,
+A client's message is clipped to a norm of at most C and gets noise of z·C/√q on every number,
 
 .. math:: \tilde v_k = v_k \min(1, C / \|v_k\|) + \frac{z\, C}{\sqrt q}\, \xi_k .
 
@@ -58,7 +58,7 @@ def local_level(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Wrapper:
-    """Clip and noise messages at the clients, so that no server has to be trusted with them.
+    """Build the wrapper that clips and noises messages at the clients, so that the server need not be trusted.
 
     For algorithms without persistent contributions, such as `ft.fedavg`.
 

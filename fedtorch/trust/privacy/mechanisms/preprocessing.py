@@ -207,7 +207,7 @@ class RandomisedCrossEntropy(nn.Module):
 def noised_features(
     features: Tensor, clip: float, noise: float, mechanism: Mechanism = gaussian, entropy: Entropy | None = None
 ) -> Tensor:
-    """Noise rows so that each is private against any other in its place.
+    """Add noise to rows so that each is private against any other in its place.
 
     A row is scaled down to a norm of at most C and gets noise of z·2C on every number, so that it costs
     `privacy.epsilon(noise=z, delta=…, mechanism=…)`, once.
