@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
+# Demos and tests are small models, which several threads of torch only slow down, above all beside other work.
+export OMP_NUM_THREADS ?= 1
 PAGE ?= docs/start.md
 # Half of the suite by what it takes, with the tests that fork from one process.
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
@@ -46,7 +48,7 @@ test: $(STAMP)
 # What `make test` runs, in the environment that BIN names.
 suite:
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@log=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
+	@log=$$(mktemp); export PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
 	$(BIN)/python -m pytest tests fedtorch $(addprefix --ignore=,$(HALF)); rest=$$?; \
 	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))
