@@ -9,6 +9,7 @@ from typing import Any
 
 from fedtorch import expected
 from fedtorch.data import Design
+from fedtorch.data.agreement.alike import Unlike
 from fedtorch.data.agreement.server import Request, conversation
 from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.sites.audit.audit import AuditRecord
@@ -88,7 +89,11 @@ def agree(
     asked = Sites(host, sites, alike=False)
     asked.meet(timeout)
     run = secrets.token_hex(16)
-    return asked.drive(_half(asked, request, run, seconds), run, None, agreeing(record, asked.ask))[0]
+    try:
+        return asked.drive(_half(asked, request, run, seconds), run, None, agreeing(record, asked.ask))[0]
+    except Unlike as error:
+        asked.turn_away(error.odd, str(error))
+        raise
 
 
 def _half(sites: Sites, request: Request | Design, run: str, seconds: float) -> Half:

@@ -73,6 +73,7 @@ class SiteFrame:
             assert design is not None
             self._make(design)
         except Refused as error:
+            _LOG.warning("refused: %s", error)
             return {"refused": str(error)}
         except Exception as error:  # which names rows
             _LOG.exception("this site could not make rows")

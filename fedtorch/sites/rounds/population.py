@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ class Remote:
         if bring is None:
             asked.meet(timeout)
         else:
-            asked.bring = bring
+            asked.bring, asked.met = bring, True
         self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
         if brings[0].design == "":  # nor have the others
@@ -129,8 +130,11 @@ class Remote:
             )
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
-            twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise ValueError(f"Expected clients of different names, but several sites have {twice}; rename them")
+            twice = {name for name, count in Counter(self.names).items() if count > 1}
+            of = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
+            why = f"Expected clients of different names, but {of} have {sorted(twice)} in common; rename them"
+            asked.turn_away(of, why)
+            raise ValueError(why)
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
             raise ValueError(f"Expected rows= like those of the sites, {brings[0].schema}, but got others")
