@@ -3,10 +3,10 @@
 The conversation is a generator: it yields a question for all sites, is given their answers by name, and returns the
 design. Questions and answers are JSON.
 
-1. `describe`: the formula, the minimum, offsets beside the formula's, and which levels are declared. A site reads the
-   formula against the fixed list, compares it with its policy, and tells of its own columns what at least `minimum` of
-   its own rows are behind: histograms of columns that are scaled or have knots, of the response and of offsets, from
-   which means and sds follow; names of levels.
+1. `describe`: the formula, the minimum, offsets and other columns beside the formula's, which levels are declared. A
+   site reads the formula against the fixed list, compares it with its policy, and tells of its own columns what at
+   least `minimum` of its own rows are behind: histograms of columns that are scaled or have knots, of the response and
+   of offsets, from which means and sds follow; names of levels.
 2. `make`: the design. Each site makes its own rows by it, or refuses where a row has a level that is in none.
 
 >>> import pandas
@@ -281,6 +281,7 @@ def _described(request: Request) -> Conversation:
         "declared": sorted(declared),
         "also": _also(request, formula),
         "offset": [] if request.offset is None else [request.offset],
+        "beside": [column for column in (request.weights, request.trials) if column is not None],
     }
     answers = yield question
     _check_answers(answers, request.formula)

@@ -53,6 +53,7 @@ _AGREED = {
     "rows": Learns("how many rows the site has"),
     "refused": Learns("why the site does not answer; no client, row or value"),
 }
+_MISSING = Learns("what the site does with missing cells, whether it has some or not")
 _DESIGN, _REASON = Learns("by which design its rows are made, as a digest"), _AGREED["refused"]
 
 
@@ -76,6 +77,7 @@ def conversation(
     yield said("hello", "rows", _COUNTS, CLIENT)
     yield said("hello", "schema", _SCHEMA)
     yield said("hello", "design", _DESIGN)
+    yield said("hello", "missing", _MISSING)
     yield said("refusal", "reason", _REASON)
     for name in ("clients", "ids", "refused.*", "info"):
         yield said("round", name, _WHO, CLIENT)

@@ -242,5 +242,5 @@ def _brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brin
     }
 
 
-def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
-    return bring["schema"], bring.get("design"), bring.get("joined", False)
+def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool, str]:
+    return bring["schema"], bring.get("design"), bring.get("joined", False), bring.get("missing", "")

@@ -221,8 +221,10 @@ class Site:
         """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        rows, joined = behind(self.configuration), _is_joined(self.configuration)
-        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows.counts_told(), "schema": schema}
+        rows, joined = behind(self.configuration).counts_told(), _is_joined(self.configuration)
+        if data.design is None and self.configuration.missing == "drop":  # else their number would be those left out
+            rows = [0] * len(data)
+        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows, "schema": schema}
         about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 

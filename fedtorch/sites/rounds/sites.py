@@ -36,10 +36,11 @@ class Brings(NamedTuple):
     """Holds what a site has said that it brings."""
 
     clients: tuple[str, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # zeros where some are left out that lack a cell, before it is known of which columns
     schema: Any  # of its rows, as JSON
     design: str | None = None  # a digest of that by which its frame's rows are made, empty before; None for no frame
     joined: bool = False  # whether clients of few rows are said to have as many as these have on average
+    missing: str = ""  # what it does with missing cells of its frame: "refuse", "drop" or "impute"
 
     @property
     def keeps_missing(self) -> bool:
@@ -325,7 +326,8 @@ class Sites:
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
         frames.no_rows(schema)
         design, joined = frame.text("design") if "design" in frame.about else None, frame.about.get("joined") is True
-        brings = Brings(clients, rows, schema, design, joined)
+        missing = frame.text("missing") if "missing" in frame.about else ""
+        brings = Brings(clients, rows, schema, design, joined, missing)
         most = self._agreed.get(name)
         if most is not None and sum(rows) > most:
             raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} says that it has {sum(rows)}")

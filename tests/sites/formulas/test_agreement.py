@@ -231,7 +231,9 @@ def test_missing_cells_are_named_by_their_column() -> None:
     holes = FRAMES["b"].assign(age=FRAMES["b"]["age"].where(numpy.arange(80) > 2))
     host.brought["b"] = brings(holes)
     host.start("b")
-    with pytest.raises(ValueError, match="from site 'b': the site's column 'age' has missing cells; impute them"):
+    with pytest.raises(
+        ValueError, match="from site 'b': the site's column 'age' has missing cells; leave such rows out"
+    ):
         agree(host, NAMES, FORMULA, **ASK)
 
 
