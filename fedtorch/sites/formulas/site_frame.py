@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from fedtorch.data import Design, from_frame
 from fedtorch.data.agreement.disclosure import Disclosure, Refused
 from fedtorch.data.agreement.site import Answers, complete
 from fedtorch.data.bad_clients import without_rows
+from fedtorch.data.formulas.parsing import parse
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.policy import Refusal
@@ -127,6 +128,18 @@ class SiteFrame:
                 "other; take columns that are complete, or let its side impute, missing='impute'"
             )
         return self._with_rows(design)
+
+
+def formula_of(question: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+    """Return (the formula of a question, the columns that it reads); None of a question that is refused anyway."""
+    try:
+        if question.get("step") == "make":
+            design = Design.from_json(question["design"])
+            return design.formula, tuple(sorted(design.reads))
+        columns = {*parse(question["formula"]).columns, *question.get("offset", []), *question.get("beside", [])}
+        return question["formula"], tuple(sorted(map(str, columns)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:

@@ -98,5 +98,10 @@ def conversation(
             kind = QUESTIONS[name]
             of = CLIENT if kind.by_client else f"{SITE}'s sum"
             yield said(f"ask {name}", "told*", _TOLD[kind.tells], of)
+    yield from agreement()
+
+
+def agreement() -> Iterator[Field]:
+    """Yield what a site may say of its frame where sites agree on a formula."""
     for name, learns in _AGREED.items():
-        yield said("agree", name, learns)
+        yield Field("agree", name, (), SITE, EXACT, SERVER, learns)
