@@ -75,7 +75,7 @@ def _add_site(commands: Any) -> None:
     join.add_argument(
         "--ask",
         action="store_true",
-        help="show what leaves in each run, or for a formula, and wait for yes on the terminal",
+        help="show what leaves in a run, or for a formula, and wait for yes on the terminal",
     )
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
@@ -194,9 +194,7 @@ def _join(options: argparse.Namespace) -> None:
     if options.address is None:
         raise ValueError("Expected HOST:PORT of the run's server, but got none; --check connects to nobody")
     if options.ask and options.data is None:
-        raise ValueError(
-            "Expected --data FILE with --ask, but got --half; a half says by `run.disclosure()` what leaves"
-        )
+        raise ValueError("Expected --data FILE with --ask, but got --half; of a half see `run.disclosure()`")
     if options.ask and (sys.stdin is None or not sys.stdin.isatty()):
         raise ValueError(
             "Expected a terminal with --ask, where somebody says yes or no, but got none; start it there, or leave "

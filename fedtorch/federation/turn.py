@@ -26,6 +26,7 @@ class Turn:
         taken: how many rows a client of the round takes at least, where it does not take all of its own, as in some
             steps on minibatches; and by name, how many are in what it tells of one of its batches, such as the last.
             The former is called "". Solvers add to it; it is one dictionary for all blocks of the round.
+        goal: rounds in all that the run is to do, None where that is not known.
         names: `(K,)` the numbers of all clients' names, by which they draw, see `fedtorch.random.named`; None where
             these are the clients' ids.
 
@@ -45,11 +46,12 @@ class Turn:
         refused: set[str] | None = None,
         names: Tensor | None = None,
         taken: dict[str, int] | None = None,
+        goal: int | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
         self.refused: set[str] = set() if refused is None else refused
         self.taken: dict[str, int] = {} if taken is None else taken
-        self.names = names
+        self.names, self.goal = names, goal
 
     @property
     def key(self) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.audit.audit import AuditRecord
+from fedtorch.sites.rounds._status import Status
 from fedtorch.sites.rounds.sites import Sites
 
 
@@ -38,3 +39,4 @@ class Plan(NamedTuple):
     validation: FederatedData  # stands for rows that sites keep
     record: AuditRecord | None  # of what sites are asked and answer
     lost: Lost
+    status: Status  # a file beside the checkpoint

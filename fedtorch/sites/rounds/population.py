@@ -18,6 +18,7 @@ from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
+from fedtorch.sites.rounds._status import Status
 from fedtorch.sites.rounds.plan import Lost, Plan
 from fedtorch.sites.rounds.sites import Brings, Sites
 from fedtorch.sites.streams.hub import Hub
@@ -51,8 +52,8 @@ class Remote:
         roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
             other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
-        checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
-            again with it then waits for none of them.
+        checkpoint: the run's file, beside which its status is written for `fedtorch status`. `finish` saves it before
+            sites hear that the run is over; a server that is started again with it then waits for none of them.
         record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
@@ -117,6 +118,9 @@ class Remote:
         asked, bring = Sites(host, sites, agreed), _brought_to(checkpoint, sites)
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
+        met: dict[str, Any] = {"state": "waiting for sites", "rounds": 0, "of": None, "left": None, "privacy": {}}
+        status = Status(checkpoint, lambda: {**met, "sites": asked.described()})
+        asked.on_look = status.write
         if bring is None:
             asked.meet(timeout)
         else:
@@ -159,6 +163,7 @@ class Remote:
             validation=self.validation,
             record=record,
             lost=Lost({}, {}),
+            status=status,
         )
 
     @property
@@ -200,6 +205,7 @@ class Remote:
         run.clients.over = True
         if self._checkpoint is not None:
             run.save(self._checkpoint)
+        self.plan.status.write(at_once=True)
         run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:

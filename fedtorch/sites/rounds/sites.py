@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fedtorch.data.agreement.alike import Unlike, check_alike
 from fedtorch.protocol.halves import Half, Heard, Receive, Send, Traffic, drive, hear
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._status import Trouble
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.wire import PayloadError
@@ -121,6 +122,8 @@ class Sites:
         bring: what each brings, once it has been here.
         met: whether all have been here, so that what they bring stays as it is.
         troubles: the last reason why a site did not do what it was asked.
+        tally: how often, and when last.
+        on_look: called whenever a site is waited for, and once for each frame.
         on_drop: told of every site that is disconnected, and why.
     """
 
@@ -131,6 +134,8 @@ class Sites:
         self.bring: dict[str, Brings] = {}
         self.met = False
         self.troubles: dict[str, str] = {}
+        self.tally: dict[str, Trouble] = {}
+        self.on_look: Callable[[], None] = lambda: None
         self.on_drop: Callable[[str, str], None] = lambda name, reason: None
         self._dropped: dict[str, str] = {}  # why sites were disconnected that have not come back
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
@@ -160,7 +165,7 @@ class Sites:
                 absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
                 absences = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
                 raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {absences}")
-            self._next(left)
+            self._next(min(left, _LOOK))
         if self._alike:
             self._check_alike()
             self.met = True
@@ -276,6 +281,7 @@ class Sites:
 
     def _next(self, seconds: float) -> Frame | None:
         """Return the next frame of one of the sites; a `hello` has been taken in."""
+        self.on_look()
         try:
             peer, payload = self.host.receive(seconds)
         except TimeoutError:
@@ -352,6 +358,16 @@ class Sites:
             if self.troubles.get(name) != why:
                 _LOG.warning("site %r: %s", name, why)
             self.troubles[name] = why
+            self.tally[name] = self.tally.get(name, Trouble()).again(why, why == LATE)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return of each site where it is now and its troubles so far, as JSON."""
+        said = {}
+        for name in self.names:
+            here = "connected" if self.is_here(name) else self._dropped.get(name, "not connected")
+            here += ", and works on an answer" * (self.is_here(name) and name in self._owes)
+            said[name] = {"is": here, **self.tally.get(name, Trouble())._asdict()}
+        return said
 
 
 def _single(wanted: Receive) -> Any:
