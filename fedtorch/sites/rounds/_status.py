@@ -32,6 +32,18 @@ class Trouble(NamedTuple):
         """Return it with one more."""
         return Trouble(self.late + late, self.other + (not late), why, now())
 
+    def in_words(self) -> str:
+        """Return it for people; nothing of none.
+
+        >>> Trouble(late=2, why="it is late", at="2026-11-30T14:01:40Z").in_words()
+        'late 2 times; last at 2026-11-30T14:01:40Z: it is late'
+        """
+        late, other = (
+            f"late {self.late} times" if self.late else "",
+            f"missing {self.other} times" if self.other else "",
+        )
+        return "; ".join(filter(None, (late, other, f"last at {self.at}: {self.why}" if self.why else "")))
+
 
 class Pace:
     """Hold how long rounds of late have taken.
@@ -115,11 +127,8 @@ def in_words(path: Path) -> str:
     if age > _OLD and said["state"] != "over":
         lines.append(f"  no word for {_duration(age)}: look whether the server still runs")
     for name, site in said["sites"].items():
-        trouble = Trouble(*(site[field] for field in Trouble._fields))
-        counts = [f"late {trouble.late} times"] if trouble.late else []
-        counts += [f"missing {trouble.other} times"] if trouble.other else []
-        last = [f"last at {trouble.at}: {trouble.why}"] * bool(trouble.why)
-        lines.append(f"  {name}: {'; '.join([site['is'], *counts, *last])}")
+        trouble = Trouble(*(site[field] for field in Trouble._fields)).in_words()
+        lines.append(f"  {name}: {'; '.join(filter(None, (site['is'], trouble)))}")
     return "\n".join(lines)
 
 

@@ -188,6 +188,11 @@ class Remote:
         """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)
 
+    @property
+    def absences(self) -> dict[str, str]:
+        """Return how often a site was late or missing, when last and why, in words, by site."""
+        return {name: trouble.in_words() for name, trouble in self.plan.sites.tally.items()}
+
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
         """Return how many rows clients have, as their sites say; whether they are the same, these answer themselves."""
         brings = (self.plan.sites.bring[name] for name in self.plan.sites.names)
