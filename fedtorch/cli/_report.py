@@ -33,7 +33,7 @@ def _render(options: argparse.Namespace) -> None:
 
 
 def _say(options: argparse.Namespace) -> None:
-    from fedtorch.sites.rounds import _status as status
+    from fedtorch.sites.rounds import status
 
     while True:
         said = [status.in_words(path) for path in status.found(options.folder)]

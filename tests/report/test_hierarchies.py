@@ -24,7 +24,7 @@ from fedtorch.report._words import rounds, width
 from fedtorch.report.folder import render
 from fedtorch.sites import AuditRecord, Policy
 from fedtorch.sites.identity import identity
-from fedtorch.sites.rounds._status import Trouble
+from fedtorch.sites.rounds.status import Trouble
 
 
 def clinics(count: int = 4) -> ft.data.FederatedData:

@@ -22,10 +22,10 @@ from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.rounds import _after_fit as after_fit, _totals as totals
 from fedtorch.sites.rounds._account import Account
-from fedtorch.sites.rounds._status import Pace, Trouble
 from fedtorch.sites.rounds.disclosed import conversation
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
+from fedtorch.sites.rounds.status import Pace, Trouble
 from fedtorch.tree import Tree
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.audit.audit import AuditRecord
-from fedtorch.sites.rounds._status import Status
 from fedtorch.sites.rounds.sites import Sites
+from fedtorch.sites.rounds.status import Status
 
 
 class Lost(NamedTuple):

@@ -18,9 +18,9 @@ from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
-from fedtorch.sites.rounds._status import Status
 from fedtorch.sites.rounds.plan import Lost, Plan
 from fedtorch.sites.rounds.sites import Brings, Sites
+from fedtorch.sites.rounds.status import Status
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 

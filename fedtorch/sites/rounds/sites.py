@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from fedtorch.data.agreement.alike import Unlike, check_alike
 from fedtorch.protocol.halves import Half, Heard, Receive, Send, Traffic, drive, hear
 from fedtorch.sites.rounds import frames as frames
-from fedtorch.sites.rounds._status import Trouble
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame
+from fedtorch.sites.rounds.status import Trouble
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.wire import PayloadError
 

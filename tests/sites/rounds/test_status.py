@@ -15,7 +15,7 @@ from support.sites import offers
 import fedtorch as ft
 from fedtorch import _files as files, cli
 from fedtorch.sites import Remote
-from fedtorch.sites.rounds import _status as status, sites as meeting
+from fedtorch.sites.rounds import sites as meeting, status
 from fedtorch.trust import privacy
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
