@@ -7,11 +7,12 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
+PAGE ?= docs/start.md
 # Half of the suite by what it takes, with the tests that fork from one process.
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
 	tests/test_layers.py
 
-.PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-zoo test-install test-matrix lint format docs wheel bench bench-peers clean
+.PHONY: demo demo-statistics demo-gp demo-sites demo-vertical test suite test-slow test-browser test-zoo test-install test-matrix lint format docs page wheel bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -33,6 +34,10 @@ demo-gp: $(STAMP)
 # A server and three sites as processes on this machine, enrolled on the spot.
 demo-sites: $(STAMP)
 	$(BIN)/python -m experiments.demo_sites
+
+# Two companies and a registry as processes: train on columns of both, predict new customers, and see what leaks.
+demo-vertical: $(STAMP)
+	$(BIN)/python -m experiments.demo_vertical --out experiments/out
 
 # Without PYTEST_ARGS two processes share the suite, a core each; what the first one prints comes at the end.
 test: $(STAMP)
@@ -99,6 +104,10 @@ docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
 	$(BIN)/python -m fedtorch.programs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+# The code cells of one page: make page PAGE=docs/start.md
+page: $(STAMP)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python docs/_tools/run_page.py $(PAGE)
 
 # The wheel that other machines install by `pip install dist/fedtorch-*.whl`.
 wheel: $(STAMP)

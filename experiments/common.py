@@ -30,6 +30,7 @@ from experiments import result_pages
 from experiments.result_pages import write_results as write_results
 
 T = TypeVar("T")
+SMOKE = "smoke: no result"  # on figures of `--smoke`
 EARLIER = "What calls before had kept is not in these seconds."
 
 
@@ -160,6 +161,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The options, with `given`, `title` and the clocks `began` besides."""
         options = super().parse_args(args, namespace)
+        if options.smoke and getattr(options, "write", False):
+            self.error("Expected --write without --smoke, for it writes the kept page; got both")
+        try:
+            result_pages.check_small(options.smoke, options.results)
+        except ValueError as error:
+            self.error(str(error))
         options.given = list(sys.argv[1:] if args is None else args)
         options.title = (self.description or "").strip().split("\n")[0].rstrip(".")
         options.began = time.perf_counter(), time.process_time()
@@ -234,12 +241,17 @@ def finish(
     options: argparse.Namespace,
     draw: Callable[[], Mapping[str, Figure]] | None = None,
 ) -> None:
-    """Write the rows where `--json` says, and their page with `--results`; with `--out` draw the figures, by name."""
+    """Write the rows where `--json` says, and their page with `--results`; with `--out` draw the figures, by name.
+
+    Figures of `--smoke` say so on themselves.
+    """
     write(name, rows, options.json)
     if options.results is not None:
         result_pages.add(options.results, name, options.title, this_run(name, rows, options))
     if options.out is not None and draw is not None:
         for title, figure in draw().items():
+            if options.smoke:
+                figure.text(0.5, 0.5, SMOKE, ha="center", va="center", fontsize=20, color="C3", alpha=0.5, rotation=15)
             show_path(save(figure, options.out, title))
 
 

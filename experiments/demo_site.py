@@ -7,7 +7,6 @@ own; here every process reads the table of the demo and takes its own rows and c
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -19,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import fedtorch as ft
+from experiments import local_sites
+from experiments.local_sites import say
 from fedtorch import sites as transport, vfl
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import generalised
 from fedtorch.protocol import Half
-from fedtorch.sites import SiteConfiguration, enrolment, join
+from fedtorch.sites import SiteConfiguration, join
 from fedtorch.sites.vertical import over_link
 from fedtorch.vfl import Holder, Iteration, PartyNode, ServerNode, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
@@ -45,12 +46,6 @@ class Table(NamedTuple):
     def features(self) -> int:
         """d."""
         return self.x.shape[1]
-
-
-def say(name: str, text: str) -> None:
-    """A line of progress, in one piece though several processes write."""
-    sys.stdout.write(f"[{name}] {text}\n")
-    sys.stdout.flush()
 
 
 def table() -> Table:
@@ -110,7 +105,6 @@ def network(features: int) -> vfl.SplitNetwork:
     return vfl.SplitNetwork(
         bottoms,
         likelihoods.bernoulli(),
-        keys=ft.random.fold_in(ft.random.key(0), torch.arange(1)),
         combine=vfl.concatenated,
         top=mlp(_CUT * len(bottoms), [_HIDDEN], 1).double(),
         widths=[_CUT] * len(bottoms),
@@ -148,9 +142,8 @@ def registry(data: Table, iterations: int) -> Half:
 
 
 def take_part(name: str, folder: str, address: str, iterations: str) -> None:
-    """A site's whole life; its token comes by standard input, where no list of processes shows it."""
-    token = enrolment.Token.read(sys.stdin.readline())
-    me = enrolment.enrol(token, Path(folder) / name)
+    """A site's whole life."""
+    me = local_sites.identified(Path(folder) / name)
     say(name, f"enrolled; its key has never left {name}'s folder")
     dial, data = partial(transport.connect, address, me), table()
     configuration = SiteConfiguration(data.clients.select(SITES[name]), ALGORITHMS)

@@ -9,33 +9,23 @@ are gRPC with TLS on both sides. Each result stands beside that of the same comp
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common, demo_site
+from experiments import common, demo_site, local_sites
 from experiments.demo_site import ALGORITHMS, SITES, Table
+from experiments.local_sites import TIMEOUT
 from fedtorch import tree, vfl
 from fedtorch.federation.algorithms.ep import posterior
-from fedtorch.sites import Hub, Roster, enrolment, identity, serve
-from fedtorch.sites.enrolment import EnrolmentServer
+from fedtorch.sites import Hub
 from fedtorch.sites.vertical import over_hub
 from fedtorch.vfl import ServerNode
-
-TIMEOUT = 300.0  # seconds for processes to come up on a busy machine
-# Imported, for server and sites compare the names of what they run, and a module that is run itself has another name.
-_SITE = "import sys; from experiments import demo_site; demo_site.take_part(*sys.argv[1:])"
 
 
 class Found(NamedTuple):
@@ -60,43 +50,7 @@ class Found(NamedTuple):
         }
 
 
-say = partial(demo_site.say, "server")
-
-
-@contextmanager
-def serving(iterations: int) -> Iterator[Hub]:
-    """A server, and the sites' processes, which have been invited."""
-    with tempfile.TemporaryDirectory(prefix="fedtorch-") as temporary:
-        authority = Path(temporary) / "authority"
-        own, roster = identity.make_server(authority), Roster(Path(temporary) / "roster.json")
-        enrolling, hub = EnrolmentServer(authority, "127.0.0.1:0", roster), serve("127.0.0.1:0", own, roster)
-        say(f"an authority of its own; enrols at port {enrolling.port}, serves at port {hub.port}")
-        at = f"127.0.0.1:{enrolling.port}"
-        with_sites = [started(temporary, hub.port, iterations, enrolment.invite(authority, name, at)) for name in SITES]
-        try:
-            yield hub
-            codes = dict(zip(SITES, [site.wait(TIMEOUT) for site in with_sites]))
-            if any(codes.values()):
-                raise RuntimeError(f"Expected all sites to end well, but got exit codes {codes}; see what they say")
-        finally:
-            for site in with_sites:
-                site.kill()
-                site.wait()
-            hub.close()
-            enrolling.close()
-
-
-def started(folder: str, port: int, iterations: int, token: enrolment.Token) -> subprocess.Popen[str]:
-    """A site's process, which has its token."""
-    command = [sys.executable, "-c", _SITE, token.name, folder, f"127.0.0.1:{port}", str(iterations)]
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    site = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment)
-    assert site.stdin is not None
-    site.stdin.write(f"{token}\n")
-    site.stdin.close()
-    return site
+say = partial(local_sites.say, "server")
 
 
 def accuracy(logits: Tensor, y: Tensor) -> float:
@@ -166,13 +120,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.arguments(__doc__).parse_args(argv)
     averaging, propagation, iterations = (2, 2, 3) if options.smoke else (50, 8, 300)
     begun, data = time.perf_counter(), demo_site.table()
-    with serving(iterations) as hub:
+    with local_sites.serving() as server:
+        say(f"an authority of its own; enrols at port {server.enrols}, serves at port {server.hub.port}")
         say(f"{data.name}: {len(data.clients)} clients; three processes are starting")
-        found = [
-            horizontal(hub, data, "fedavg", averaging),
-            horizontal(hub, data, "ep", propagation),
-            vertical(hub, data, iterations),
-        ]
+        with local_sites.processes(server, "experiments.demo_site", list(SITES), str(iterations)):
+            found = [
+                horizontal(server.hub, data, "fedavg", averaging),
+                horizontal(server.hub, data, "ep", propagation),
+                vertical(server.hub, data, iterations),
+            ]
     lines = [
         [f"{each.name}, {each.rounds} rounds", f"{each.accuracy:.4f}", f"{each.alone:.4f}", f"{each.difference:.1e}",
          f"{1000 * each.seconds / each.rounds:.1f}", f"{each.megabytes:.2f}"] for each in found

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
+KEPT = {RESULTS, Path(__file__).parent / "benchmarks" / "results"}  # whose pages are those of whole runs
 NOTES = "\n## Notes\n"
 ROUNDING = 1e-9  # of a published figure, where more digits are printed than another order of summing keeps
 NEVER = r"(?!)"
@@ -248,6 +249,15 @@ def write(kept: Path) -> None:
     """Write the page of what is kept in a JSON file, beside it."""
     record = json.loads(kept.read_text())
     write_results(kept.with_suffix(".md"), page(record, reading(record["experiment"])))
+
+
+def check_small(smoke: bool, folder: Path | None) -> None:
+    """Raise ValueError for results of `--smoke` in the place of kept ones."""
+    if smoke and folder is not None and folder.resolve() in KEPT:
+        raise ValueError(
+            f"Expected another folder than {folder} for results of --smoke, which would stand on kept pages as if they "
+            "were a whole run's; pass --results DIR"
+        )
 
 
 def write_results(file: Path, text: str) -> None:

@@ -1,7 +1,7 @@
-"""The generators that a device's operations draw from, and whether a device is a CUDA GPU.
+"""A device's random generators, and whether a device is a CUDA GPU.
 
-Every branch that is taken on CUDA devices only asks `is_cuda`. Those who ask are the list of what nothing but a test on
-such a device shows, which `docs/explanation/devices.md` has.
+Every branch for CUDA devices is guarded by `is_cuda`. Its callers are therefore the list of code that only a test on a
+GPU exercises; `docs/explanation/devices.md` has that list.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def is_cuda(device: torch.device) -> bool:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Return torch's own generators that operations on tensors of the CPU and of a device draw from.
+    """Return torch's generators that operations on CPU tensors and on a device's tensors draw from.
 
-    The CPU's is alone where a device does not show its own, as Apple's does not.
+    Only the CPU's generator is returned for devices whose generators torch does not expose, such as Apple's.
     """
-    own = () if device.type == "cpu" else _shown(device.type)
-    return [torch.default_generator, *own[device.index or 0 :][:1]]
+    of_device = () if device.type == "cpu" else _shown(device.type)
+    return [torch.default_generator, *of_device[device.index or 0 :][:1]]
 
 
 def every_generator() -> list[torch.Generator]:
@@ -39,7 +39,7 @@ def _shown(kind: str) -> tuple[torch.Generator, ...]:
 
 @contextmanager
 def restored(generators: Iterable[torch.Generator], seed: int | None = None) -> Iterator[None]:
-    """Put generators back at the end to where they were; let them begin at a seed, if one is given.
+    """Restore the generators' states at the end; with `seed`, seed them at the start.
 
     >>> before = torch.get_rng_state()
     >>> with restored(every_generator(), seed=0):

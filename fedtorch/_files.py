@@ -1,9 +1,9 @@
-"""Files that are whole under their names and as they were written, and who may read them.
+"""Files that get their name when complete, with digests against damage, and with restricted permissions.
 
-A file takes its name when all of it is on the disk. Its SHA-256 stands in it, so that damage, down to a single bit, is
-a `ValueError` that names the file. Whoever changes a file on purpose can change its digest, too.
+A file gets its name when all of it is on disk. It contains its SHA-256, so that damage, down to a single bit, raises a
+`ValueError` that names the file. Deliberate changes can include the digest, too.
 
-Files of sites and servers are their owner's alone, `private=True`, in folders that `private_folder` makes.
+Files of sites and servers are readable by their owner alone, `private=True`, in folders of `private_folder`.
 
 >>> import tempfile
 >>> folder = tempfile.TemporaryDirectory()
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 DIGITS = 64  # of a SHA-256 in hexadecimal
-_BLOCK = 2**20  # bytes that are read at once
+_BLOCK = 2**20  # bytes per read
 _LOG = logging.getLogger(__name__)
-_OPEN: set[Path] = set()  # folders that have been said to be open
+_OPEN: set[Path] = set()  # folders that have been logged as readable by others
 
 
 @contextmanager
 def replacing(path: Path | str, *, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a file beside its place, which is forced to the disk at the end, and then takes its name.
+    """Open a temporary file beside the target, which is flushed to disk at the end and then renamed to it.
 
-    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it. The folder
-    is forced to the disk as well: afterwards a power cut does not bring the old file back.
+    A kill at any moment leaves the old file or the new one, complete, and at most a file `.<name>.*` beside it. The
+    folder is flushed as well: afterwards a power cut does not bring the old file back.
 
     Args:
         path: of the file.
-        private: whether it is for its owner alone, 0600; else the process's umask says who may read it.
+        private: whether only its owner may read it, mode 0600; else the process's umask decides.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -68,13 +68,13 @@ def replacing(path: Path | str, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def replace(path: Path | str, payload: bytes | memoryview, *, private: bool = False) -> None:
-    """Write a file that takes its name when it is whole; see `replacing`."""
+    """Write a file that gets its name when it is complete; see `replacing`."""
     with replacing(path, private=private) as file:
         file.write(payload)
 
 
 def _sync(folder: Path) -> None:
-    """Force the names of a folder to the disk, where folders can be opened."""
+    """Flush the names of a folder to disk, on systems where folders can be opened."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -85,17 +85,17 @@ def _sync(folder: Path) -> None:
 
 
 def append(path: Path | str, payload: bytes, *, durable: bool = True) -> None:
-    """Write to the end of a file that is there, all of it or nothing where the disk does not take it.
+    """Append to an existing file: all of the payload, or nothing if the disk refuses it.
 
-    A kill may leave a part of it: whoever reads next has to know where an entry ends.
+    A kill may leave a part of it, so readers have to know where an entry ends.
 
     Args:
         path: of the file; no other process may write to it meanwhile.
-        payload: what comes behind the rest.
-        durable: whether it is forced to the disk.
+        payload: bytes to append.
+        durable: whether to flush it to disk.
 
     Raises:
-        OSError: the disk does not take it; the file is as it was.
+        OSError: the disk refuses it; the file is unchanged.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -106,17 +106,17 @@ def append(path: Path | str, payload: bytes, *, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
     except OSError:
-        with suppress(OSError):  # else whoever reads it next mends it
+        with suppress(OSError):  # otherwise the next reader repairs it
             os.truncate(path, size)
         raise
 
 
 def private_folder(folder: Path | str, *, log: bool = True) -> None:
-    """Make a folder, and those above it that are missing, for this user alone.
+    """Make a folder, and missing ones above it, for this user alone.
 
     Args:
-        folder: one that is there may be shared on purpose, and stays as it is.
-        log: whether it is logged, once, that the mode of one that is there lets others in.
+        folder: an existing one may be shared on purpose, and is not changed.
+        log: whether to log, once, that an existing one is open to others.
     """
     folder = Path(folder)
     there = folder.is_dir()
@@ -135,8 +135,8 @@ def private_folder(folder: Path | str, *, log: bool = True) -> None:
 
 
 def private_lock(path: Path | str, timeout: float = -1.0) -> FileLock:
-    """Return a lock of processes of one user; `timeout` in seconds, below 0 without end."""
-    from filelock import FileLock  # here, for importing it takes long, and few runs need it
+    """Return a lock between processes of one user; `timeout` in seconds, negative for no limit."""
+    from filelock import FileLock  # imported here, because it is slow to import and few runs need it
 
     return FileLock(path, timeout=timeout, mode=0o600)
 
@@ -150,7 +150,7 @@ def digest_fits(file: BinaryIO, place: int) -> bool:
     digits = file.read(DIGITS)
     file.seek(0)
     hashed, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    first, last = place, place + DIGITS  # of the digits, as seen from the block
+    first, last = place, place + DIGITS  # of the digits, relative to the block
     while count := file.readinto(block):  # type: ignore[attr-defined]
         hashed.update(block[: max(0, min(first, count))])
         hashed.update(block[max(0, min(last, count)) : count])
@@ -159,16 +159,16 @@ def digest_fits(file: BinaryIO, place: int) -> bool:
 
 
 def write_json(path: Path | str, content: Mapping[str, Any], *, private: bool = True) -> None:
-    """Write a dict of JSON and its SHA-256, whole, as lines that people can read."""
+    """Write a dict as JSON with its SHA-256, in readable lines; the file gets its name when complete."""
     replace(path, _json(content), private=private)
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """Read what `write_json` wrote.
+    """Read a file of `write_json`.
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: the file is not as it was written, by a single bit or altogether.
+        ValueError: the file is damaged or of another form.
     """
     try:
         payload = Path(path).read_bytes()

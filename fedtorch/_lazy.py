@@ -1,4 +1,4 @@
-"""Packages that hand out the names of their stub, and import each when it is first asked for."""
+"""Packages with the names of their stub, imported on first use, and modules whose `dir` has public names only."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import ast
 import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that hands out what `__init__.pyi` beside `file` imports.
+    """Return `__getattr__` and `__dir__` of a package, for the names that `__init__.pyi` beside `file` imports.
 
-    A name is imported when it is first asked for. One that is called like a submodule of the package is imported at
-    once, because Python would bind the submodule to that name whenever somebody imports it.
+    A name is imported on first use. A name equal to that of a submodule is imported at once, because Python would bind
+    the submodule to that name on its import.
     """
     homes = declared(package, Path(file).with_suffix(".pyi"))
 
@@ -36,6 +36,15 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         if f"{module}.".startswith(f"{package}.{name}."):
             get(name)
     return get, lambda: sorted(homes)
+
+
+def only(names: Sequence[str]) -> Callable[[], list[str]]:
+    """Return a module's `__dir__` for its `__all__`, so that completion offers neither what it imports nor its helpers.
+
+    >>> only(["weights", "distances"])()
+    ['distances', 'weights']
+    """
+    return lambda: sorted(names)
 
 
 def declared(package: str, stub: Path) -> dict[str, tuple[str, str]]:

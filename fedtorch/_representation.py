@@ -1,4 +1,4 @@
-"""Objects on a line of text, for `repr`: calls as they are written, with as many settings as there is room for.
+"""One-line text of objects for `repr`: calls as in code, with as many settings as fit.
 
 >>> from fedtorch._representation import call, one_line
 >>> call("fedavg", ["local"], {"mu": 0.0, "weight": len, "cohort": None}, most=9)
@@ -13,15 +13,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from fedtorch.history import headline
+from fedtorch.tables.rendering import facts
 
 _Class = TypeVar("_Class", bound=type)
 LONGEST = 120  # characters of a line
-_LEVELS = (99, 6, 4, 3, 2, 1, 0)  # how many settings of each call are tried
+_LEVELS = (99, 6, 4, 3, 2, 1, 0)  # numbers of settings per call that are tried
 _LONGEST_VALUE = 40
 
 
@@ -36,7 +38,7 @@ def one_line(text: Callable[[int], str], longest: int = LONGEST) -> str:
 
 
 def call(name: str, positional: Sequence[str], settings: Mapping[str, Any], most: int) -> str:
-    """Return a call as it is written, with at most so many of its settings; those that are None are left out."""
+    """Return a call as in code, with at most this many settings, without those that are None."""
     given = [f"{key}={value_text(value)}" for key, value in settings.items() if value is not None]
     return f"{name}({', '.join([*positional, *given[:most], *(['…'] if len(given) > most else [])])})"
 
@@ -55,14 +57,14 @@ def value_text(value: Any) -> str:
         return type(value).__name__
     name = getattr(value, "__name__", None)
     text = name.replace("<lambda>", "lambda") if isinstance(name, str) else repr(value)
-    numbers = "tensor(" in text or "array(" in text  # of a list or dict of them
-    short = len(text) <= _LONGEST_VALUE or getattr(value, "shows_no_rows", False)  # which is a line of shapes already
+    numbers = "tensor(" in text or "array(" in text  # a list or dict of them
+    short = len(text) <= _LONGEST_VALUE or getattr(value, "shows_no_rows", False)  # a line of shapes already
     plain = short and "\n" not in text and " object at 0x" not in text and not numbers
     return text if plain else f"{type(value).__name__}(…)"
 
 
 def without_rows(kind: _Class) -> _Class:
-    """Decorate a `NamedTuple` of rows: its `repr` is a line that a log may have, of shapes and no numbers.
+    """Decorate a `NamedTuple` of rows: its `repr` is a line of shapes without numbers, fit for logs.
 
     Example:
         >>> import torch
@@ -91,7 +93,7 @@ def without_rows(kind: _Class) -> _Class:
 
 
 def method(settings: Mapping[str, Any], most: int) -> str:
-    """Return what an algorithm's or a solver's settings describe: `algorithm(solver(Module, …), …) | wrapper(…)`.
+    """Return the text of an algorithm's or a solver's settings: `algorithm(solver(Module, …), …) | wrapper(…)`.
 
     Example:
         >>> method({"algorithm": "fedavg", "mu": 0.0, "local.solver": "least_squares", "local.lr": 1.0}, most=9)
@@ -113,7 +115,7 @@ def method(settings: Mapping[str, Any], most: int) -> str:
 
 
 def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> str:
-    """Return a run on a line: its method, how many take part, rounds done, bytes sent, and the last loss.
+    """Return a run in one line: its method, numbers of clients and finished rounds, bytes sent, and the last loss.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -129,13 +131,26 @@ def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> 
     return one_line(lambda most: f"{kind}({', '.join([method(settings, most), *numbers])})")
 
 
+def run_html(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> str:
+    """Return a run as a table of what `run_line` says, and why it stopped."""
+    count, _, who = members.partition(" ")
+    values = {"method": one_line(partial(method, settings)), who: count, "rounds": str(run.number)}
+    if run.number:
+        values |= {"sent up": bytes_text(run.bytes_up), "sent down": bytes_text(run.bytes_down)}
+    if run.last is not None:
+        values |= headline(run.last)
+    if run.ended:
+        values["ended"] = run.ended
+    return facts(kind, values)
+
+
 def below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose names begin with a prefix, without it."""
+    """Return the settings with a prefix in their names, without it."""
     return {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes as people write it.
+    """Return a number of bytes with a unit.
 
     Example:
         >>> [bytes_text(count) for count in (12, 3456, 7_890_000_000)]

@@ -1,6 +1,6 @@
-"""The header of a safetensors payload: made from the fields that are expected, and compared with them when it arrives.
+"""The header of a safetensors payload: built from the expected fields, and compared with them on arrival.
 
-Nothing of it is believed: a header that is not what was expected is refused.
+Headers are untrusted: one that differs from the expected header is refused.
 
 Reference: https://github.com/huggingface/safetensors, section Format.
 """
@@ -19,9 +19,9 @@ import torch
 from fedtorch.tree import Layout
 
 JSON = Any  # None, bool, int, float, str, list or dict of these
-Refuse = Callable[..., Exception]  # (what was expected, what came, the field if it is one) -> the error to raise
+Refuse = Callable[..., Exception]  # (expected, actual, the field if it is one) -> the error to raise
 
-METADATA_LIMIT = 2**20  # bytes that a header may have beyond what its tensors need
+METADATA_LIMIT = 2**20  # bytes that a header may have beyond its tensors' entries
 LENGTH = 8  # bytes that count the header
 _DTYPES = {
     "F64": torch.float64,
@@ -46,16 +46,16 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _COMPACT = (",", ":")
 _METADATA = '{"__metadata__":'
-_DIGEST = f'{_METADATA}{{"sha256":"'  # with which the header of a file begins; the digits follow
+_DIGEST = f'{_METADATA}{{"sha256":"'  # start of a file's header; the digits follow
 DIGEST_AT = LENGTH + len(_DIGEST)  # the place of the digits in the file
 _QUOTED = json.JSONEncoder(ensure_ascii=False).encode  # a text as JSON
-_CACHED = 2**16  # letters of the names of a layout that is kept: names may be those of a sender
+_CACHED = 2**16  # most letters of names in a cached layout: names may come from a sender
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
 
 
 class Field(NamedTuple):
-    """A leaf as the header describes it."""
+    """A leaf's entry in the header."""
 
     name: str
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Field(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of its numbers."""
+        """Return the number of bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -76,7 +76,7 @@ class Field(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """All that a payload's header says of the leaves of one layout."""
+    """The header entries of the leaves of one layout."""
 
     order: tuple[Field, ...]
     text: str  # the JSON of the header without braces
@@ -84,7 +84,7 @@ class Fields(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A payload whose header has been read: JSON, of which nothing is checked yet but its metadata."""
+    """A payload with a parsed header, of which only the metadata has been checked."""
 
     header: dict[str, JSON]
     available: int  # bytes after it
@@ -110,7 +110,7 @@ def _fields_of(leaves: Layout) -> Fields:
 
 
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
-    """Return the fields as they follow each other in a payload: wide elements first, so that all are aligned."""
+    """Return the fields in the order of a payload: wide elements first, so that all are aligned."""
     for name, dtype, _ in leaves:
         if name == "__metadata__":
             raise ValueError("Expected leaf names other than '__metadata__', which safetensors keeps for itself")
@@ -193,7 +193,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_constan
 
 
 def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
-    """Read a JSON object; names that come twice and numbers outside JSON are errors, not choices."""
+    """Read a JSON object; repeated names and numbers outside JSON are errors."""
     try:
         value = _DECODER.decode(text)
     except RecursionError:
@@ -231,7 +231,7 @@ def check_header(opened: Opened, fields: Sequence[Field], refuse: Refuse) -> Non
 
 
 def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:
-    """Return the place of a field in the data, by a header's entry that is otherwise as expected."""
+    """Return the position of a field in the data, by a header entry that is otherwise as expected."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("dtype, shape and data_offsets", _short(entry), field.name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -252,7 +252,7 @@ def _is_integers(value: JSON) -> bool:
 
 
 def _short(value: JSON) -> str:
-    """Return a value of the sender for a message: escaped, and never long or deep."""
+    """Return a sender's value for a message: escaped, and limited in length and depth."""
     return _REPR.repr(value)
 
 

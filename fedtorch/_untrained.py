@@ -1,9 +1,8 @@
 """Parameters that a loss reads, but that training does not change.
 
-Solvers train copies of a module: in the places of its parameters stand tensors of each client. A loss that reads the
-module itself, as `lambda output, y: mse(output, y) + net.weight.square().sum()` does, or a parameter that the module
-keeps in a plain list, takes a value that stays as it is, and its penalty has no effect. The autograd graph of a loss
-says what it depends on.
+Solvers train copies of a module, with tensors of each client in place of its parameters. A loss that reads the original
+module, as `lambda output, y: mse(output, y) + net.weight.square().sum()` does, or a parameter that the module stores in
+a plain list, uses a constant value, and its penalty has no effect. The autograd graph of a loss shows its dependencies.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _SKIPPED = ("_buffers", "_fabric", "_trainer", *_TABLES)
 
 
 class Remembered:
-    """The parameters of a user's module, for as long as something else keeps them, such as a closure.
+    """Weak references to the parameters of a user's module, as long as something else, such as a closure, holds them.
 
     Args:
-        module: of which copies are trained.
+        module: copies of it are trained.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,7 +34,7 @@ class Remembered:
         self._registered, self._held = registered, held
 
     def among(self, tensors: Mapping[int, Tensor]) -> tuple[list[str], list[str]]:
-        """Return the names of parameters, and of tensors kept otherwise, among some by identity."""
+        """Return the names of parameters, and of tensors stored otherwise, that occur among given tensors."""
         alive = lambda names: [
             name for name, tensor in names.items() if tensor() is not None and id(tensor()) in tensors
         ]
@@ -47,13 +46,13 @@ def refuse_untrained(
 ) -> None:
     """Raise ValueError if a loss depends on parameters of a module that are not among the trained tensors.
 
-    Whatever does not require a gradient is a constant, and so are parameters of other modules, such as a teacher's.
+    Tensors that do not require a gradient are constants, and so are parameters of other modules, such as a teacher's.
 
     Args:
         loss: any tensor, computed with gradients.
         trained: leaves that may be read.
-        module: whose parameters may not be read otherwise, those that are not registered included.
-        original: likewise, the user's module that it is a copy of.
+        module: its parameters must not be read outside of training, including those that are not registered.
+        original: the user's module of which it is a copy, likewise.
     """
     known = {id(tensor) for tensor in trained}
     others = {id(leaf): leaf for leaf in _leaves(loss) if id(leaf) not in known}
@@ -91,7 +90,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return tensors that a module's attributes hold, whatever they are kept in, but for buffers and a trainer's."""
+    """Yield the tensors in a module's attributes, in any container, without buffers and a trainer's."""
     waiting: list[tuple[str, Any]] = [("", module)]
     seen: set[int] = set()
     while waiting:

@@ -1,10 +1,11 @@
 """Steps that are captured as graphs of tensor operations and replayed without the Python code that made them.
 
-On a CUDA device the operations are recorded once more, as a CUDA graph, and launched by one call; where that cannot be,
-they are replayed one by one and the reason is kept.
+On a CUDA device the operations are also recorded as a CUDA graph, and launched by one call; if that fails, they are
+replayed one by one and the reason is stored.
 
-A step is a function `step(index, *tensors)` of its number and of tensors. A graph holds for any tensors of the same
-shapes, so whatever changes from step to step has to be among them, and a step that depends on its number is refused.
+A step is a function `step(index, *tensors)` of its number and of tensors. A graph is valid for any tensors of the same
+shapes, so everything that changes from step to step has to be among them, and a step that depends on its number is
+refused.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ aten = torch.ops.aten
 _VIEWS = tuple(getattr(aten, name).default for name in ("detach", "expand", "view", "_unsafe_view", "alias", "permute"))
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
-_WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
-_PAYS = 200  # steps of a shape take as long as to capture it
-_MANY = 1024  # shapes whose calls are counted
-_LOCK = threading.Lock()  # tracing has flags that all threads see
+_WARM = 3  # runs before a CUDA graph is recorded, in which libraries allocate memory
+_PAYS = 200  # steps of a shape after which a capture pays
+_MANY = 1024  # most shapes whose calls are counted
+_LOCK = threading.Lock()  # tracing has flags that all threads share
 
 
 class IndexUsed(TypeError):
@@ -50,14 +51,14 @@ class IndexUsed(TypeError):
 
 
 class CapturedStep:
-    """Replays steps, which are captured when tensors of their shapes come for the first time.
+    """Replays steps, which are captured on their shapes' first use.
 
     Args:
-        most: shapes whose graphs are kept; the oldest goes first.
+        most: most shapes with stored graphs; the oldest is dropped first.
         exact: whether replayed steps give the bits of `step`; if not, products may be computed in another order.
 
     Attributes:
-        one_by_one: why the last captured step is no CUDA graph; None if it is one.
+        one_by_one: why the last captured step is not a CUDA graph; None if it is one.
 
     Example:
         >>> import torch
@@ -81,8 +82,8 @@ class CapturedStep:
         """Return the result of `step` for any index, without gradients.
 
         Args:
-            step: the same function in every call, but for what it finds in tensors of other shapes.
-            tensors: that it is called with.
+            step: the same function in every call, except for differences by shapes.
+            tensors: its arguments.
 
         Raises:
             IndexUsed: it depends on the index.
@@ -98,7 +99,7 @@ class CapturedStep:
             return self.graphs[shapes](*[tensor.detach() for tensor in tensors])
 
     def pays(self, *tensors: Tensor) -> bool:
-        """Return whether tensors of these shapes have come so often that to capture their step pays; counts the call.
+        """Return whether tensors of these shapes have been used often enough for a capture to pay; count the call.
 
         Example:
             >>> import torch
@@ -116,7 +117,7 @@ class CapturedStep:
 
 
 def _shapes(tensors: Sequence[Tensor]) -> Any:
-    """Return what a graph of tensors depends on."""
+    """Return the properties of tensors on which a graph depends."""
     return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
 
 
@@ -125,7 +126,7 @@ def capture(step: Step, *tensors: Tensor, exact: bool = False) -> Step:
 
     Args:
         step: see `CapturedStep`.
-        tensors: that it is called with.
+        tensors: its arguments.
         exact: whether the graph gives the bits of `step`.
 
     Raises:
@@ -151,10 +152,10 @@ def capture(step: Step, *tensors: Tensor, exact: bool = False) -> Step:
 
 
 def _simplify(graph: GraphModule, exact: bool) -> None:
-    """Take out what changes no number: views of what has their shape, factors of one, what is computed twice.
+    """Remove operations without effect: views with the same shape, factors of one, repeated computations.
 
-    A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does;
-    not in an `exact` graph, for its last bits may be others.
+    A product that is returned transposed is computed in that order, so that its memory order is that of its parameter;
+    not in an `exact` graph, because its last bits may change.
     """
     called = (node for node in graph.graph.nodes if node.op == "call_function")
     nodes = [node for node in called if node.target is not operator.getitem]  # one of several results
@@ -163,7 +164,7 @@ def _simplify(graph: GraphModule, exact: bool) -> None:
     handed_out = set(graph.graph.output_node().all_input_nodes)
     computed: dict[Any, Node] = {}
     for node in nodes:
-        if node in handed_out:  # as memory of its own
+        if node in handed_out:  # as separate memory
             if not exact:
                 _reorder(graph, node)
             continue
@@ -175,7 +176,7 @@ def _simplify(graph: GraphModule, exact: bool) -> None:
             node.replace_all_uses_with(again)
     output = graph.graph.output_node()
     for node in output.all_input_nodes:
-        if _memory(node).op == "placeholder":  # whoever takes it may change it in place
+        if _memory(node).op == "placeholder":  # the caller may change it in place
             with graph.graph.inserting_before(output):
                 output.replace_input_with(node, graph.graph.call_function(aten.clone.default, (node,)))
     graph.graph.eliminate_dead_code()
@@ -183,7 +184,7 @@ def _simplify(graph: GraphModule, exact: bool) -> None:
 
 
 def _memory(node: Node) -> Node:
-    """Return the node whose memory a node has."""
+    """Return the node that owns a node's memory."""
     while isinstance(node.target, OpOverload) and node.target.is_view:
         node = node.all_input_nodes[0]
     return node
@@ -210,11 +211,11 @@ def _reorder(graph: GraphModule, node: Node) -> None:
 def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
     """Return (`graph` of tensors of these shapes as a CUDA graph, None), or (`graph`, why it cannot be one).
 
-    A replay copies its tensors to where they were when it was recorded, and its results from there.
+    A replay copies its tensors to the recorded positions, and its results from there.
 
     Args:
         graph: a function of tensors, without an index.
-        tensors: to record it with.
+        tensors: arguments for the recording.
 
     Example:
         >>> import torch
@@ -237,7 +238,7 @@ def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
             record = torch.cuda.CUDAGraph()
             with torch.cuda.graph(record):
                 results = graph(*held)
-    except RuntimeError as error:  # an operation that waits for the host or takes memory cannot be recorded
+    except RuntimeError as error:  # an operation that synchronises or allocates memory cannot be recorded
         torch.cuda.synchronize()
         return graph, str(error).partition("\n")[0]
 

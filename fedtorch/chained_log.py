@@ -1,12 +1,11 @@
-"""An append-only file of JSON lines, each with the hash of the line before it and, if wanted, a signature.
+"""An append-only file of JSON lines, each with the hash of the previous line and, optionally, a signature.
 
-An entry is one line of canonical JSON: its number from 1, the time in UTC, the SHA-256 of the line before, what it
-says, and the signature of all of that. Several processes may append to one file. A line that was only written in
-part, when the machine stopped or the disk was full, is moved to `FILE.partial` by the next writer, who says so in an
-entry.
+An entry is one line of canonical JSON: its number from 1, the time in UTC, the SHA-256 of the previous line, its
+content, and the signature of all of that. Several processes may append to one file. A partial last line, after a crash
+or on a full disk, is moved to `FILE.partial` by the next writer, with an entry about it.
 
-`read` and `faults` find entries that were changed, removed, repeated or moved. That entries are missing at the *end*
-cannot be seen in the file itself: compare its last entry with one that was noted elsewhere.
+`read` and `faults` detect entries that were changed, removed, repeated or moved. Missing entries at the *end* cannot be
+detected in the file itself: compare its last entry with one that was noted elsewhere.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
-_PART = 2**14  # letters of a fact in a line, which become two bytes each at most
-REPAIRED = "repaired"  # the event of an entry that says what was removed
+_PART = 2**14  # letters of a fact per line, at most two bytes each
+REPAIRED = "repaired"  # event of an entry about a removed partial line
 CONTEXT = b"fedtorch log entry 1\n"  # signed with every entry, so that its signature fits nothing else
 _RESERVED = {"entry", "time", "previous", "signature"}
 _LOG = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
-    """A line of a log as it was read."""
+    """A parsed line of a log."""
 
     line: int  # its number in the file
-    content: dict[str, Any]  # without the signature; empty where the line is no entry
-    signed: bytes  # what the signature is of, behind `CONTEXT`
+    content: dict[str, Any]  # without the signature; empty if the line is not an entry
+    signed: bytes  # signed bytes, after `CONTEXT`
     signature: str
     digest: str  # of the whole line
 
     @property
     def number(self) -> int:
-        """Return the number that the entry says it has, 0 where the line is no entry."""
+        """Return the number in the entry, 0 if the line is not an entry."""
         return int(self.content.get("entry", 0))
 
 
@@ -54,15 +53,15 @@ class ChainedLog:
     """Append entries to a log.
 
     Args:
-        path: of the file; a new one is made where there is none.
-        first: what the first entry of a new file says.
+        path: of the file; it is made if necessary.
+        first: content of the first entry of a new file.
         sign: bytes -> their signature as text; None leaves entries unsigned.
-        take: called with every entry of the file in their order, whoever wrote it, when this process sees it; that
-            each follows from the one before is then checked. None reads the last entry only.
-        durable: whether an entry is on the disk before `append` returns, or is not there; see also `sync`.
+        take: called with every entry of the file in their order, by any writer, when this process reads it; the hash
+            chain is then checked. None reads the last entry only.
+        durable: whether `append` flushes an entry to disk, or refuses it; see also `sync`.
 
     Attributes:
-        entries: how many the file has, as of the last time that this process looked.
+        entries: number of entries at this process's last look.
         head: the SHA-256 of the last one.
 
     Raises:
@@ -88,7 +87,7 @@ class ChainedLog:
     ) -> None:
         self.path, self._sign, self._take, self._durable = Path(path).resolve(), sign, take, durable
         self.entries, self.head, self._size = 0, "", 0
-        files.private_folder(self.path.parent, log=False)  # a ledger may be of a simulation
+        files.private_folder(self.path.parent, log=False)  # a ledger may belong to a simulation
         self._lock = files.private_lock(f"{self.path}.lock")
         with self._lock:
             if not self.path.exists():
@@ -100,7 +99,7 @@ class ChainedLog:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep other processes from appending, from what the file says now to what is appended inside.
+        """Lock the file against other writers, from reading its present entries to appending inside.
 
         Raises:
             ValueError: the file has shrunk or is gone.
@@ -110,10 +109,10 @@ class ChainedLog:
             yield
 
     def append(self, body: Mapping[str, Any]) -> int:
-        """Write an entry and return its number; a process that is killed loses nothing, a power cut may: see `sync`.
+        """Write an entry and return its number; it survives a kill of the process, and a power cut after `sync`.
 
         Raises:
-            OSError: the disk does not take it; the file is as it was.
+            OSError: the disk refuses it; the file is unchanged.
             ValueError: the file has shrunk or is gone, or the entry is too long.
         """
         with self.exclusive():
@@ -121,16 +120,16 @@ class ChainedLog:
             return self.entries
 
     def sync(self) -> None:
-        """Force everything that was appended to the disk."""
+        """Flush everything appended so far to disk."""
         with self.path.open("rb+") as file:
             os.fsync(file.fileno())
 
     def digest_at(self, number: int) -> str:
-        """Return the SHA-256 of an entry, "" where there is none."""
+        """Return the SHA-256 of an entry, "" if it does not exist."""
         return next((entry.digest for entry in read(self.path) if entry.number == number), "")
 
     def _line(self, body: Mapping[str, Any]) -> bytes:
-        """Return the next entry as it is written."""
+        """Return the text of the next entry."""
         if _RESERVED & body.keys():
             raise ValueError(
                 f"Expected no field {sorted(_RESERVED & body.keys())} in an entry, for all entries have it"
@@ -150,7 +149,7 @@ class ChainedLog:
         self._follow(_entry(self.entries + 1, line))
 
     def _catch_up(self) -> None:
-        """Take in what others have appended, and remove a last line that is not whole."""
+        """Read others' new entries, and remove a partial last line."""
         if not self.path.exists() or self.path.stat().st_size < self._size:
             raise ValueError(
                 f"Expected {self.path} only to grow, but it is lost, or shorter than the {self._size} bytes that it "
@@ -159,7 +158,8 @@ class ChainedLog:
         size = self.path.stat().st_size
         if size == self._size:
             return
-        start = self._size if self._take else max(self._size, size - 2 * LONGEST)  # the last whole line is in there
+        # which contains the last complete line
+        start = self._size if self._take else max(self._size, size - 2 * LONGEST)
         with self.path.open("rb") as file:
             file.seek(start)
             news = file.read()
@@ -184,7 +184,7 @@ class ChainedLog:
             self._set_aside(rest)
 
     def _follow(self, entry: Entry) -> None:
-        """Take in the next entry."""
+        """Process the next entry."""
         if self._take:
             try:
                 if not entry.content:
@@ -197,7 +197,7 @@ class ChainedLog:
         self.entries, self.head = entry.number, entry.digest
 
     def _set_aside(self, rest: bytes) -> None:
-        """Move a last line that is not whole to a file beside the log."""
+        """Move an incomplete last line to a file beside the log."""
         aside = self.path.with_name(f"{self.path.name}.partial")
         aside.touch(0o600)
         with aside.open("ab") as file:
@@ -214,15 +214,15 @@ class ChainedLog:
 
 
 class Facts:
-    """The facts in a log of one kind, kept in memory too; a new one is written to the disk first.
+    """The facts in a log of one kind, also in memory; a new one is written to disk first.
 
-    Every entry has its own digest, so that the last one is checked as well. A fact that is longer than a line is in
-    several, and known with the last of them.
+    Every entry has its own digest, so that the last one is checked as well. A fact longer than a line takes several
+    entries, and counts from the last of them.
 
     Args:
-        path: of the log, which is begun where there is none; None keeps facts as long as this object.
-        kind: what the first entry of the log says.
-        know: takes in a fact and its `time`, in UTC, whoever wrote it.
+        path: of the log, which is made if necessary; None keeps facts in this object only.
+        kind: content of the first entry of the log.
+        know: called with a fact and its `time`, in UTC, by any writer.
         damaged: makes the error to raise of that of a log which is damaged or lost.
 
     Example:
@@ -249,19 +249,19 @@ class Facts:
         """Read the log, once.
 
         Raises:
-            ValueError: it is damaged, or what `damaged` makes of that.
+            ValueError: it is damaged, or the error made by `damaged`.
         """
         if self._log is None and self.path is not None:
             try:
                 if self.path.exists() and not next(read(self.path), NONE).content:
-                    raise ValueError(f"{self.path} does not begin with an entry of a log")  # nor is it begun anew
+                    raise ValueError(f"{self.path} does not begin with an entry of a log")  # and it is not overwritten
                 self._log = ChainedLog(self.path, self._first, digest, take=self._take, durable=True)
             except ValueError as error:
                 raise self._damaged(error) from error
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the log for this process, with its latest facts read; raise as `open` does."""
+        """Lock the log for this process, after reading its latest facts; raise as `open` does."""
         self.open()
         with ExitStack() as stack:
             if self._log is not None:
@@ -272,7 +272,7 @@ class Facts:
             yield
 
     def add(self, fact: Mapping[str, Any]) -> None:
-        """Write a fact, and then know it."""
+        """Write a fact, then pass it to `know`."""
         text = canonical(fact).decode()
         if self._log is None:
             self._know({**fact, "time": _now()})
@@ -283,14 +283,14 @@ class Facts:
                 self._log.append({"part": text[start : start + _PART], "first": start, "of": len(text)})
 
     def _take(self, entry: Entry) -> None:
-        """Take in an entry of the file."""
+        """Process an entry of the file."""
         content = entry.content
         if entry.signature != digest(CONTEXT + entry.signed):
             raise ValueError("it was changed")
         if entry.number == 1 and content.get("event") != self._first["event"]:
             raise ValueError("it begins otherwise")
         if "part" in content:
-            self._part = self._part[: content["first"]] + content["part"]  # a kill may have left a part of another
+            self._part = self._part[: content["first"]] + content["part"]  # a kill may have left a part of another fact
             if len(self._part) == content["of"]:
                 self._know({**json.loads(self._part), "time": content["time"]})
         elif "event" not in content:
@@ -298,7 +298,7 @@ class Facts:
 
 
 def chained(bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the contents of entries that follow one another, with numbers and the hashes of the ones before.
+    """Return the contents of consecutive entries, with numbers and the previous entries' hashes.
 
     >>> one, two = chained([{"round": 1}, {"round": 2}])
     >>> two["entry"], two["previous"] == digest(canonical(one) + b"\\n"), faults(entries_of([one, two]))
@@ -312,13 +312,13 @@ def chained(bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def entries_of(contents: Iterable[Any]) -> Iterator[Entry]:
-    """Yield contents that are kept elsewhere than in a file of their own as `read` yields lines."""
+    """Yield contents stored elsewhere than in a file, in the form of `read`."""
     for number, content in enumerate(contents, 1):
         yield _entry(number, canonical(content) + b"\n", ("previous",))
 
 
 def read(path: Path | str) -> Iterator[Entry]:
-    """Yield the entries of a log one by one; a line that is none has an empty content."""
+    """Yield the entries of a log one by one; an invalid line has empty content."""
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(LONGEST + 1):
@@ -327,10 +327,10 @@ def read(path: Path | str) -> Iterator[Entry]:
 
 
 def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | None = None) -> list[str]:
-    """Return what is wrong with the entries of a log, in words, in their order; a last line in part is not.
+    """Describe the faults in the entries of a log, in their order; a partial last line is not a fault.
 
     Args:
-        entries: of `read`.
+        entries: from `read`.
         verifies: (bytes, signature) -> whether the signature fits; None checks the hashes only.
     """
     wrong, numbers, before = list[str](), set[int](), Entry(0, {"entry": 0}, b"", "", "")
@@ -354,7 +354,7 @@ def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | No
             )
         elif number == 1 and entry.content["previous"]:
             wrong.append("entry 1 is not the first one that was written")
-        # what is said of an entry is not said again of the next
+        # a fault of an entry is not repeated for the next
         before = entry if fits and entry.content else Entry(0, {"entry": number or before.number + 1}, b"", "", "")
         numbers.add(before.number)
     missing = [(one + 1, other - 1) for one, other in pairwise([0, *sorted(numbers - {0})]) if other - one > 1]
@@ -365,12 +365,12 @@ def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | No
 
 
 def is_partial(entry: Entry) -> bool:
-    """Return whether a line was only written in part, which the next writer mends."""
+    """Return whether a line is incomplete, which the next writer repairs."""
     return not entry.content and entry.signature == "partial"
 
 
 def _entry(number: int, line: bytes, texts: Sequence[str] = ("time", "previous")) -> Entry:
-    """Return what a line says, with an empty content unless it is canonical and has a number and these texts."""
+    """Return the entry of a line, with empty content unless it is canonical and has a number and these texts."""
     hashed = digest(line)
     if not line.endswith(b"\n"):
         return Entry(number, {}, b"", "partial" if len(line) <= LONGEST else "", hashed)
@@ -390,7 +390,7 @@ def _now() -> str:
 
 
 def canonical(content: Any) -> bytes:
-    """Return the one way in which a value is written as JSON.
+    """Return a value's canonical JSON.
 
     >>> canonical({"b": 1, "a": [0.5, "ü"]})
     b'{"a":[0.5,"\\\\u00fc"],"b":1}'

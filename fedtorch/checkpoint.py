@@ -1,13 +1,13 @@
-"""Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
+"""Checkpoints of runs: flat tensors in a safetensors file, and a fingerprint of the run.
 
 All safetensors files of the package are written by `write`: checkpoints, states of sites, draws, parts of a fit, rows.
-The SHA-256 of a file, but for its own digits, stands in the header's metadata, and is compared before anything of the
-file is used: one bit that has flipped, in the numbers or the header, is a `ValueError` with the path. That is against
-damage. Whoever can write the file can write another digest, too: against people there are modes of files, and records.
+The SHA-256 of a file, without its own digits, is in the header's metadata, and is compared before anything of the file
+is used: one flipped bit, in the numbers or the header, is a `ValueError` with the path. That detects damage. Whoever
+can write the file can also write another digest; file modes and records protect against people.
 
-A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
-the device or the number of ranks, which change no result beyond rounding. What is noted of the clients' rows stands
-beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over, modules, such
+A fingerprint identifies a run: the algorithm's settings, seed, clients' names, cohort and faults. It does not contain
+the chunk, the device or the number of ranks, which change no result beyond rounding. Digests of the clients' rows are
+stored beside it, see `fedtorch.data.digests`. Functions count by their name and their closure's values, modules, such
 as a loss, by their layers' settings and the tensors that are not trained.
 
 >>> import tempfile, torch
@@ -48,18 +48,18 @@ ANYWAY = (
     "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
     "`fedtorch fit --anyway true`"
 )
-_LONGEST_HEADER = 10**8  # bytes, as of the library
-_DEEPEST = 4  # functions within functions that a description follows
-_LONGEST = 240  # characters of a description that are kept as they are
+_LONGEST_HEADER = 10**8  # bytes, as in the library
+_DEEPEST = 4  # deepest nesting of functions in a description
+_LONGEST = 240  # characters of a description that are not abbreviated
 _PAIRS = "complex128"  # the name in the metadata of tensors that are pairs of real numbers
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file of `write` whose digest fits, or one of another program, which has none."""
+    """A safetensors file of `write` with a valid digest, or one of another program, without digest."""
 
-    file: Any  # safetensors' own, whose tensors are mapped
-    about: dict[str, Any]  # what was written beside the tensors
+    file: Any  # the library's own file, with memory-mapped tensors
+    about: dict[str, Any]  # metadata written with the tensors
     checked: bool  # whether it has a digest
 
     @property
@@ -68,26 +68,26 @@ class TensorFile(NamedTuple):
         return list(self.file.keys())
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that stays in the file until its numbers are looked at, unless it is of complex128."""
+        """Return a tensor that is read from the file on demand, unless it is of complex128."""
         leaf: Tensor = self.file.get_tensor(name)
         if name not in self.about.get(_PAIRS, ()):
             return leaf
-        return torch.view_as_complex(leaf.clone())  # kernels want pairs at multiples of 16 bytes, the file has 8
+        return torch.view_as_complex(leaf.clone())  # kernels need pairs at multiples of 16 bytes, the file has 8
 
 
 def write(
     path: Path | str, flat: Mapping[str, Tensor], about: Mapping[str, Any] | None = None, *, private: bool = False
 ) -> None:
-    """Write a safetensors file with its digest; a kill at any moment leaves the old file or the new one, whole.
+    """Write a safetensors file with its digest; a kill at any moment leaves the old file or the new one, complete.
 
-    Tensors go to the disk one by one, so that what is mapped from another file need not fit into memory. Those of
-    complex128, which the format does not have, are written as pairs of real numbers and named beside them.
+    Tensors go to disk one by one, so that tensors mapped from another file need not fit into memory. Those of
+    complex128, which the format lacks, are written as pairs of real numbers and listed in the metadata.
 
     Args:
         path: of the file.
         flat: tensors by name.
         about: JSON beside them.
-        private: whether the file is for its owner alone, as those of sites and servers are.
+        private: whether the file is readable by its owner alone, as those of sites and servers are.
     """
     pairs = sorted(name for name, leaf in flat.items() if leaf.dtype == torch.complex128)
     known = {**(about or {}), **({_PAIRS: pairs} if pairs else {})}
@@ -105,7 +105,7 @@ def write(
 
 
 def read(path: Path | str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Read the tensors that `write` wrote, those of the names that are `wanted`, into memory of their own.
+    """Read the tensors of a file of `write`, or the `wanted` ones, into separate memory.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -117,11 +117,11 @@ def read(path: Path | str, wanted: Callable[[str], bool] = lambda name: True) ->
 
 @contextmanager
 def opened(path: Path | str, *, foreign: bool = False) -> Iterator[TensorFile]:
-    """Open a file that `write` wrote, after all of it was compared with its digest, block by block.
+    """Open a file of `write`, after all of it was compared with its digest, block by block.
 
     Args:
         path: of the file.
-        foreign: whether files of other programs are taken, in which nothing says whether they are as they were written.
+        foreign: whether to accept files of other programs, which have no digest.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -170,7 +170,7 @@ def read_run(path: Path | str) -> dict[str, Tensor]:
     """Read the tensors of a run, from its own file or from the checkpoint of a Trainer of a `Federation`.
 
     Raises:
-        ValueError: `path` is empty or a folder, or the file is damaged or something else.
+        ValueError: `path` is empty or a folder, or the file is damaged or of another kind.
     """
     if not str(path) or Path(path).is_dir():
         raise ValueError(
@@ -181,7 +181,7 @@ def read_run(path: Path | str) -> dict[str, Tensor]:
         zipped = file.read(4) == b"PK\3\4"
     if not zipped:
         return read(path)
-    from fedtorch.checkpoint_io import PlainCheckpointIO  # which imports Lightning
+    from fedtorch.checkpoint_io import PlainCheckpointIO  # imports Lightning
 
     content = PlainCheckpointIO().load_checkpoint(path)
     flat = content.get("state_dict", {}).get("_extra_state") if isinstance(content, dict) else None
@@ -194,9 +194,9 @@ def read_run(path: Path | str) -> dict[str, Tensor]:
 
 
 def describe(value: Any) -> str:
-    """Return a value as text that is the same in another process; functions by name and by what they close over.
+    """Describe a value as text that is the same in every process; functions by name and closure.
 
-    Of a long text it is the beginning, and the digest of all of it.
+    A long text is abbreviated to its beginning and the digest of all of it.
     """
     text = _described(value, 0)
     if len(text) <= _LONGEST:
@@ -214,11 +214,11 @@ def _described(value: Any, depth: int) -> str:
         return f"tensor {tuple(value.shape)} of digest {_digest(numbers)}"
     if isinstance(value, nn.Module):
         layers = functional.layers(value)
-        own = {name: setting for name, setting in layers.pop("").items() if name != "class"}
+        settings = {name: setting for name, setting in layers.pop("").items() if name != "class"}
         fixed = {
             n: functional.checksum(leaf) for n, leaf in functional.tensors(value).items() if not leaf.requires_grad
         }
-        return f"{type(value).__qualname__}({_described({**own, **layers, **fixed}, depth)})"
+        return f"{type(value).__qualname__}({_described({**settings, **layers, **fixed}, depth)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_described(part, depth)}" for name, part in value.items()) + "}"
     if hasattr(value, "__dataclass_fields__") or hasattr(value, "_asdict"):
@@ -240,15 +240,15 @@ def _described(value: Any, depth: int) -> str:
 
 
 def _constants(function: Any) -> list[Any]:
-    """Return the numbers and texts in a function's code, but for its docstring."""
+    """Return the numbers and texts in a function's code, except its docstring."""
     code = function.__code__
     constants = [c for c in code.co_consts if isinstance(c, (int, float, str)) and c != function.__doc__]
-    # From Python 3.14 on small integers are part of the instructions.
+    # Since Python 3.14 small integers are part of the instructions.
     return constants + [each.arg for each in dis.get_instructions(code) if each.opname == "LOAD_SMALL_INT"]
 
 
 def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuse what another run wrote, by the first thing in which the two differ."""
+    """Refuse a state of another run, with the first difference between the two."""
     for name in {**mine, **theirs}:
         if theirs.get(name) != mine.get(name):
             raise ValueError(
@@ -258,12 +258,12 @@ def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Non
 
 
 def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_any_shape: str | None = None) -> None:
-    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part.
+    """Refuse a state of another structure than `mine`; the clients that have taken part may differ.
 
     Args:
         state: flat.
-        mine: flat, as it should look.
-        of_any_shape: with what the names of tensors begin whose shapes are not compared.
+        mine: flat, in the expected structure.
+        of_any_shape: prefixes of the names of tensors whose shapes are not compared.
     """
     loose = (
         "history.",
@@ -295,10 +295,11 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_
 
 
 def pack(state: Any) -> dict[str, Tensor]:
-    """Return a nested state, such as `Optimizer.state_dict()`, as flat tensors, what is no tensor as the bytes of JSON.
+    """Convert a nested state, such as `Optimizer.state_dict()`, to flat tensors, with other values as the bytes of
+    JSON.
 
     Raises:
-        TypeError: there is something in it that is no tensor, number, text, list or dict.
+        TypeError: a value is not a tensor, number, text, list or dict.
     """
     flat: dict[str, Tensor] = {}
     text = json.dumps(_packed(state, "value", flat))
@@ -306,12 +307,12 @@ def pack(state: Any) -> dict[str, Tensor]:
 
 
 def unpack(flat: Mapping[str, Tensor]) -> Any:
-    """Return the nested state that `pack` was given."""
+    """Return the nested state given to `pack`."""
     return _unpacked(json.loads(bytes(flat[_STRUCTURE].tolist())), flat)
 
 
 def _packed(value: Any, name: str, flat: dict[str, Tensor]) -> Any:
-    """Return JSON in which a kind goes before every value; put tensors into `flat`, and name them."""
+    """Return JSON with a kind before every value; put tensors into `flat`, and name them."""
     if isinstance(value, Tensor):
         flat[name] = value
         return ["tensor", name]
@@ -335,5 +336,5 @@ def _unpacked(described: Any, flat: Mapping[str, Tensor]) -> Any:
 
 
 def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries of `flat` whose names begin with a prefix, without it."""
+    """Return the entries of `flat` with a prefix in their names, without it."""
     return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}

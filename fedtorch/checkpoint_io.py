@@ -1,7 +1,8 @@
-"""Checkpoints of Trainers: files of this machine that appear whole, hold plain tensors, and are as they were written.
+"""Checkpoints of Trainers: local files that are complete under their names, contain plain tensors, and are checked for
+damage.
 
-A file of `torch.save` is a ZIP archive, of which torch compares no checksum. `PlainCheckpointIO` writes the SHA-256 of
-the archive as its comment, which other readers pass over, and compares it before it reads.
+A file of `torch.save` is a ZIP archive whose checksums torch does not compare. `PlainCheckpointIO` writes the SHA-256
+of the archive as its comment, which other readers ignore, and compares it before reading.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from lightning.pytorch.strategies import Strategy
 from fedtorch import _files as files
 
 _COMMENT = b"fedtorch sha256 "  # of an archive; the digits end the file
-_END = b"PK\5\6"  # begins the last record of an archive, whose last two bytes count the comment
+_END = b"PK\5\6"  # start of an archive's last record, whose last two bytes count the comment
 _END_BYTES = 22  # of that record
 
 
 class PlainCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint to a temporary file beside it, which takes its name when all is on the disk, and reads none
-    that could run code: whatever the Trainer is told, `weights_only=True`, and no addresses.
+    """Writes a checkpoint to a temporary file beside it, which gets its name when complete, and reads none that could
+    run code: always with `weights_only=True`, and no addresses.
 
     Args:
-        private: whether files are for their owner alone, as those of a server of sites are.
+        private: whether files are readable by their owner alone, as those of a server of sites are.
     """
 
     def __init__(self, private: bool = False) -> None:
         self._private = private
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:
-        """Write a file; a kill at any moment leaves the old one or the new one, whole."""
+        """Write a file; a kill at any moment leaves the old one or the new one, complete."""
         if storage_options is not None:
             raise TypeError(f"Expected no storage_options, but got {storage_options!r}")
         local, buffer = _here(path), io.BytesIO()
@@ -52,7 +53,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
             file.write(room + _COMMENT + hashed.hexdigest().encode())
 
     def load_checkpoint(self, path: Path | str, map_location: Any = None, weights_only: bool | None = True) -> Any:
-        """Read what `save_checkpoint` wrote, onto the CPU by default, or a Trainer without it, by ZIP's checksums.
+        """Read a file of `save_checkpoint`, onto the CPU by default, or of a plain Trainer, by ZIP's checksums.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -64,7 +65,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
             return torch.load(_here(path), map_location=map_location or "cpu", weights_only=True)
         except FileNotFoundError:
             raise
-        except Exception as error:  # whatever a damaged file may cause
+        except Exception as error:  # any error that a damaged file may cause
             raise ValueError(
                 f"Expected a checkpoint of tensors and plain data in {path}, but got a damaged file or one with "
                 f"objects that could run code: {str(error).splitlines()[0] if str(error) else type(error).__name__}; "
@@ -73,7 +74,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
 
 
 def _check_whole(file: BinaryIO) -> None:
-    """Raise ValueError unless an archive fits its digest; one without a comment, of another writer, its checksums."""
+    """Raise ValueError unless an archive matches its digest; one of another writer, without comment, its checksums."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - files.DIGITS - len(_COMMENT)))
     end = file.read()
@@ -87,7 +88,7 @@ def _check_whole(file: BinaryIO) -> None:
 
 
 def keep_plain(strategy: Strategy, private: bool = False) -> None:
-    """Give a strategy `PlainCheckpointIO`, unless it has been given another one.
+    """Set a strategy's checkpoint plugin to `PlainCheckpointIO`, unless the user has set another one.
 
     Example:
         >>> from lightning.pytorch.strategies import SingleDeviceStrategy

@@ -1,9 +1,9 @@
-r"""Sums that are exact: the same bits whoever is added first, in which blocks, and however often someone is replaced.
+r"""Exact sums: the same bits for any order, blocks, and number of replacements.
 
-A float64 number is written in fixed point, as an integer multiple of 2⁻¹⁶⁰ in ten *limbs* of base 2³², each stored as
-a float64. Up to 2²⁰ such numbers add up limb by limb without any rounding, since no limb reaches 2⁵³: an ordinary
-`star()` exchange, an `all_reduce` and the running sums of increments are then exact, associative and commutative. Sums
-of this kind are what secure aggregation works on, too.
+A float64 number is written in fixed point, as an integer multiple of 2⁻¹⁶⁰ in ten *limbs* of base 2³², each stored as a
+float64. Up to 2²⁰ such numbers add up limb by limb without any rounding, since no limb reaches 2⁵³: an ordinary
+`star()` exchange, an `all_reduce` and the running sums of increments are then exact, associative and commutative.
+Secure aggregation uses sums of this kind, too.
 
 Sums about a moving centre, :math:`\sum_k w_k (x_k - c)^2`, follow from :math:`\sum w_k`, :math:`\sum w_k x_k` and
 :math:`\sum w_k x_k^2` without cancellation when these are exact. `products` writes the last two as sums of float64
@@ -32,7 +32,7 @@ from torch import Tensor
 from fedtorch.programs import exact_sums
 
 LIMBS = 10
-LARGEST = 2.0**148  # what a number must stay below
+LARGEST = 2.0**148  # bound on numbers
 _BITS, _MASK = 32, 2**32 - 1
 _SCALE = 160  # a unit of the last limb is 2^−160
 _SPLIT = 2.0**27 + 1
@@ -40,10 +40,10 @@ _NOT_FINITE = "Expected sums of finite numbers below 2**148 in magnitude, but go
 
 
 class Whole:
-    """Sums as whole numbers of 2⁻¹⁶⁰, which the host knows.
+    """Sums as whole multiples of 2⁻¹⁶⁰, in host memory.
 
     Attributes:
-        like: what they were read from, `(..., LIMBS)`.
+        like: the limbs from which they were read, `(..., LIMBS)`.
 
     Example:
         >>> import torch
@@ -59,14 +59,14 @@ class Whole:
 
     @functools.cached_property
     def numbers(self) -> list[int]:
-        """Return the numbers in flat order."""
+        """Return the numbers, flattened."""
         return _integers(self.like.reshape(-1, LIMBS).cpu())
 
 
 def limbs(value: Tensor) -> Tensor:
-    """Return a number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
+    """Convert a number to limbs; its part below 2⁻¹⁶⁰ is truncated towards zero.
 
-    Nothing is asked of a device: the limbs of a number that has none are NaN, which populations refuse in messages.
+    It does not synchronise a device: the limbs of a number out of range are NaN, which populations refuse in messages.
 
     Args:
         value: `(...)`, float64.
@@ -93,7 +93,7 @@ def limbs(value: Tensor) -> Tensor:
 
 
 def totals(*sums: Sequence[Tensor]) -> list[Tensor]:
-    """Return each sum of terms of one shape in limbs, all by one look at the numbers."""
+    """Return each sum of terms of one shape in limbs, all by one read of the numbers."""
     terms = [term for each in sums for term in each]
     if exact_sums.usable(terms):
         return [exact_sums.limbs(each) for each in sums]
@@ -103,10 +103,10 @@ def totals(*sums: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read(*totals: Tensor) -> list[Whole]:
-    """Return the sums that `totals`, `(..., LIMBS)` each, stand for; a device is waited for once.
+    """Read the sums `totals`, `(..., LIMBS)` each, with one synchronisation of a device.
 
     Raises:
-        ValueError: limbs are NaN or infinite; of tensors on the CPU when their sums are asked for.
+        ValueError: limbs are NaN or infinite; for tensors on the CPU when their sums are used.
     """
     if exact_sums.usable(totals):
         return [Whole(total) for total in totals]
@@ -116,7 +116,7 @@ def read(*totals: Tensor) -> list[Whole]:
 
 
 def value(total: Tensor | Whole) -> Tensor:
-    """Return the float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
+    """Return the float64 number `(...)` nearest to the sum `total`, limbs `(..., LIMBS)` or a `Whole`."""
     whole = read(total)[0] if isinstance(total, Tensor) else total
     if exact_sums.usable((whole.like,)):
         return _checked(exact_sums.values(whole.like))
@@ -124,7 +124,7 @@ def value(total: Tensor | Whole) -> Tensor:
 
 
 def values(*totals: Tensor) -> list[Tensor]:
-    """Return `value` of each, by one look at all of them."""
+    """Return `value` of each, by one read of all of them."""
     return [value(whole) for whole in read(*totals)]
 
 
@@ -189,7 +189,7 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _integers(total: Tensor) -> list[int]:
-    """Return the numbers that limbs `(n, LIMBS)` stand for: carried, they are the words of two's complement."""
+    """Convert limbs `(n, LIMBS)` to integers: after carrying, they are the words of two's complement."""
     limbs = total.numpy()
     if not numpy.isfinite(limbs).all():
         raise ValueError(_NOT_FINITE)
@@ -204,14 +204,14 @@ def _integers(total: Tensor) -> list[int]:
     return [int.from_bytes(words[i : i + size], "little", signed=True) for i in range(0, len(words), size)]
 
 
-def _checked(found: Tensor | None) -> Tensor:
-    if found is None:
+def _checked(total: Tensor | None) -> Tensor:
+    if total is None:
         raise ValueError(_NOT_FINITE)
-    return found
+    return total
 
 
 def _divide(numerator: int, denominator: int) -> float:
-    """Return the quotient, correctly rounded, as the division of integers is."""
+    """Return the correctly rounded quotient, by division of integers."""
     return numerator / denominator if numerator else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Checks of arguments where they are given: errors that say what was expected, what came and what to do.
+"""Argument checks, whose errors name the expectation, the value and the remedy.
 
 >>> from fedtorch import expected
 >>> expected.positive(lr=float("inf"))
@@ -92,7 +92,7 @@ def like(values: Tree, example: Tree, what: str, advice: str) -> None:
 
 
 def client_number(client: int | str, names: Sequence[str]) -> int:
-    """Return the number of a client that is given by its number or its name.
+    """Return the index of a client that is given by index or name.
 
     Raises:
         ValueError: there is no such client.
@@ -111,7 +111,7 @@ def client_number(client: int | str, names: Sequence[str]) -> int:
 
 
 def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of a module for `isinstance`, or () where the module is not imported, and it has none.
+    """Return a module's class `name` for `isinstance`, or () if the module has not been imported.
 
     Example:
         >>> isinstance(3, loaded("a_module_that_is_not_imported", "Number"))

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.vmap import lazy_load_decompositions
 
-_STRETCHES = 2**10  # of a tensor's numbers, whose order counts in its checksum
+_STRETCHES = 2**10  # stretches of a tensor's numbers, whose order counts in its checksum
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""
+    """Return copies of the trainable parameters by name, without frozen ones (`requires_grad=False`)."""
     check_made(module)
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
@@ -58,8 +58,8 @@ def layers(module: nn.Module) -> dict[str, dict[str, str]]:
     """Return the class and settings of each layer as text, by the layer's name.
 
     The settings of torch's own layers are their public attributes that are numbers, texts, functions, or tuples of
-    these: the p of a dropout, the activation of an encoder. Of other classes they are what `extra_repr` says, without
-    addresses.
+    these: the p of a dropout, the activation of an encoder. Those of other classes are the text of `extra_repr`,
+    without addresses.
 
     Example:
         >>> layers(nn.Sequential(nn.Dropout(0.1)))["0"]
@@ -73,10 +73,10 @@ def _settings(part: nn.Module) -> dict[str, str]:
         public = {n: _setting(v) for n, v in vars(part).items() if not n.startswith("_") and n != "training"}
         return {name: text for name, text in public.items() if text is not None}
     try:
-        said = part.extra_repr()
-    except Exception:  # of a part that is not ready to be printed
+        extra = part.extra_repr()
+    except Exception:  # a part that cannot be printed yet
         return {}
-    return {"extra_repr": re.sub(" at 0x[0-9a-f]+", "", said)} if said else {}
+    return {"extra_repr": re.sub(" at 0x[0-9a-f]+", "", extra)} if extra else {}
 
 
 def _setting(value: Any) -> str | None:
@@ -129,12 +129,12 @@ def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module, with what `copy.deepcopy` loses of its parameters: hooks and attributes.
+    """Deep copy a module, with parameters' hooks and attributes, which `copy.deepcopy` loses.
 
     A hook, or another function that a part holds, which is a method of the module or closes over it, is the copy's.
 
     Raises:
-        RuntimeError: the module cannot be copied; the message says what to do.
+        RuntimeError: the module cannot be copied; the message has the remedy.
 
     Example:
         >>> net = nn.Linear(2, 1, bias=False)
@@ -167,7 +167,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy; what cannot be copied, such as a tensor with a history of operations, as it is."""
+    """Return a deep copy; objects that cannot be copied, such as a tensor with a history of operations, are shared."""
     try:
         return copy.deepcopy(value, memo)
     except (RuntimeError, TypeError):
@@ -209,7 +209,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
 
 
 def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a function; what it is bound to, or closes over, is the copy of what was copied."""
+    """Return a function whose bound object and closure refer to the copies."""
     if isinstance(function, types.MethodType) and id(function.__self__) in memo:
         return types.MethodType(function.__func__, memo[id(function.__self__)])
     if isinstance(function, functools.partial):
@@ -231,7 +231,7 @@ def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def content_of(cell: Any) -> Any:
-    """Return what a closure's cell holds, None before it is assigned."""
+    """Return the content of a closure's cell, None before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -281,18 +281,18 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         ([[5.5]], False)
     """
     result = copied(module)
-    for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
-        if value.shape != own.shape:
-            raise ValueError(f"Expected shape {tuple(own.shape)} for {name!r}, but got {tuple(value.shape)}")
-        value = value.detach() if own.is_floating_point() else counted(value.detach(), own.dtype)
-        own.data = value.to(own.device, copy=True)
+    for (name, value), target in zip(tensors.items(), _named(result, list(tensors))):
+        if value.shape != target.shape:
+            raise ValueError(f"Expected shape {tuple(target.shape)} for {name!r}, but got {tuple(value.shape)}")
+        value = value.detach() if target.is_floating_point() else counted(value.detach(), target.dtype)
+        target.data = value.to(target.device, copy=True)
     return result
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of `module` that has `tensors` in the places of its own, and shares the others with it.
+    """Return a copy of `module` with `tensors` in place of its own; the other tensors are shared.
 
-    Unlike `load` it copies no tensor of the module, and gradients flow to those given.
+    Unlike `load` it copies no tensor of the module, and gradients flow to the given ones.
 
     Raises:
         KeyError: the module has no parameter or buffer of that name.
@@ -332,7 +332,7 @@ def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str
 def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return means of counts or flags as whole numbers, rounded up: a flag that one client has raised is raised.
 
-    What lies above a whole number by less than 0.001 is taken for the rounding of a mean.
+    A value that exceeds a whole number by less than 0.001 counts as that number, with the rounding of a mean.
 
     Example:
         >>> counted(torch.tensor([0.25, 2.0001]), torch.int64)  # one of four has counted 1; all have 2, or nearly
@@ -342,10 +342,10 @@ def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def finite_parts(value: Tensor) -> Tensor:
-    """Return real numbers `(...)` as `(..., 4)` finite ones: the number or 0, and whether it is Inf, −Inf or NaN.
+    """Convert real numbers `(...)` to `(..., 4)` finite ones: the number or 0, and flags for Inf, −Inf and NaN.
 
-    Their weighted means say what the weighted mean of the numbers is, see `from_finite_parts`. Complex numbers are
-    taken as pairs, `(..., 2, 4)`. Half precision becomes float32, in which the weight of one of many is not 0.
+    Their weighted means determine the weighted mean of the numbers, see `from_finite_parts`. Complex numbers are pairs,
+    `(..., 2, 4)`. Half precision becomes float32, in which a small weight does not become 0.
 
     Example:
         >>> finite_parts(torch.tensor([3.0, float("inf")]))
@@ -361,7 +361,7 @@ def finite_parts(value: Tensor) -> Tensor:
 def from_finite_parts(parts: Tensor) -> Tensor:
     """Return the numbers `(...)` of finite parts `(..., 4)`, or their weighted mean of that of the parts.
 
-    A mean of which a part is infinite is infinite; of both infinities, or of NaN, it is NaN.
+    A mean with an infinite part is infinite; with both infinities, or NaN, it is NaN.
 
     Example:
         >>> from_finite_parts(finite_parts(torch.tensor([[3.0, float("inf")], [5.0, 1.0]])).mean(0))
@@ -373,7 +373,7 @@ def from_finite_parts(parts: Tensor) -> Tensor:
 
 
 def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor], randomness: str) -> list[Tensor]:
-    """Return what `torch.vmap(function, randomness=randomness)(*stacked)` does, of flat tensors in and out.
+    """Compute `torch.vmap(function, randomness=randomness)(*stacked)` with flat tensors in and out.
 
     `torch.vmap` walks through nested containers, which costs more than a small step itself.
 
@@ -391,7 +391,7 @@ def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor],
         maps._vmap_decrement_nesting()
 
 
-_load_decompositions = functools.cache(lazy_load_decompositions)  # which takes a lock whenever it is called
+_load_decompositions = functools.cache(lazy_load_decompositions)  # takes a lock in every call
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
@@ -409,10 +409,10 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
 class Swap:
     """Runs a module on other tensors: `with swap(values): module(...)`.
 
-    What `torch.func.functional_call` does, with the places of the tensors looked up once instead of at every call.
+    Like `torch.func.functional_call`, but with the tensors' places looked up once instead of in every call.
 
     Args:
-        module: whose parameters and buffers are replaced.
+        module: has the parameters and buffers.
         names: of the parameters and buffers to replace; tied ones are replaced together.
 
     Raises:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.tables.rendering import facts
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _COUNTS = (
 )
 _RESERVED = {*_COUNTS, "bytes_up", "bytes_down", "seconds"}
 _MOST_HELD, _MOST_WAITING = 100_000, 1000  # clients' numbers, and rounds, that wait to be written
+_NAMED = 3  # clients of each trouble whose names a round shows
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _SPREAD = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
@@ -66,35 +68,64 @@ class Round(NamedTuple):
     info: Mapping[str, Tensor] = _NOTHING  # (M,) each
     bytes_up: int = 0
     bytes_down: int = 0
-    asked: Tensor = _NOBODY  # ids of the clients that were asked: those that answered, and the three below
-    lost_before: Tensor = _NOBODY  # ids of those that did not hear the server
+    asked: Tensor = _NOBODY  # ids of the clients asked: those that answered, and the next three
+    lost_before: Tensor = _NOBODY  # ids of those that did not receive the broadcast
     late: Tensor = _NOBODY  # ids of those that answered after the deadline
     lost_after: Tensor = _NOBODY  # ids of those whose message was lost
-    repeated: Tensor = _NOBODY  # ids of those whose message came more than once, and was taken once
-    refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was left out
-    report: Mapping[str, float | Tensor] = _NOTHING  # what the algorithm says of the server's state
-    tensors: Callable[[], Tree] | None = None  # asks for what all clients predict with, (K, ...), as `Run.tensors`
+    repeated: Tensor = _NOBODY  # ids of those whose message came more than once, and was used once
+    refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was dropped
+    report: Mapping[str, float | Tensor] = _NOTHING  # the algorithm's report on the server's state
+    # returns the tensors that all clients predict with, (K, ...), as `Run.tensors`
+    tensors: Callable[[], Tree] | None = None
+    names: Sequence[str] = ()  # of all clients, by id
 
     def __repr__(self) -> str:
         words = [f"{len(self.ids)} of {len(self.asked)} clients answered"]
+        words += [f"{kind}: {who}" for kind, who in self._troubles().items()]
         words += [f"{self.bytes_up:,} B up", f"{self.bytes_down:,} B down"]
         words += [f"{name} {value}" for name, value in headline(self).items()]
         return f"Round({self.number}: {', '.join(words)})"
 
+    def _repr_html_(self) -> str:
+        answered = {"clients that answered": f"{len(self.ids)} of {len(self.asked)}"}
+        sent = {"bytes up": f"{self.bytes_up:,}", "bytes down": f"{self.bytes_down:,}"}
+        return facts(f"Round {self.number}", answered | self._troubles() | sent | headline(self))
+
+    def named(self, ids: Tensor) -> list[str]:
+        """Return the names of clients by their ids, such as `round.named(round.late)`.
+
+        Example:
+            >>> Round(1, ids=torch.tensor([1]), names=("ward 3", "ward 7")).named(torch.tensor([1, 0]))
+            ['ward 7', 'ward 3']
+        """
+        return [self.names[i] for i in ids.tolist()]
+
+    def _troubles(self) -> dict[str, str]:
+        """Return the names of the clients that did not answer well, by what went wrong, a few of each."""
+        kinds = {"not reached": self.lost_before, "late": self.late, "lost": self.lost_after, "refused": self.refused}
+        found = {}
+        for kind, ids in kinds.items():
+            if len(ids):
+                more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+                found[kind] = (
+                    ", ".join(self.named(ids[:_NAMED]) if self.names else map(str, ids[:_NAMED].tolist())) + more
+                )
+        return found
+
 
 class Recorder(Protocol):
-    """An object that records the rounds of a run, and goes on with it after a resumption."""
+    """An object that records the rounds of a run, and is part of its checkpoints."""
 
     def record(self, round: Round) -> None:
-        """Take in a round."""
+        """Record a round."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that it knows, flat."""
+        """Return its whole state, flat."""
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         ...
 
 
@@ -102,8 +133,7 @@ class History:
     """A row per round, and the clients' training losses; `history["name"]` is a column.
 
     Args:
-        client_losses: at most so many losses of clients are kept (8 bytes each), those of the latest rounds; 0 keeps
-            none.
+        client_losses: most stored losses of clients (8 bytes each), those of the latest rounds; 0 stores none.
 
     Raises:
         ValueError: a negative number.
@@ -116,14 +146,14 @@ class History:
         self._columns: dict[str, array[float]] = {name: array("d") for name in _COUNTS}
         self._seconds = array("d")
         self._waiting: list[tuple[Round, float]] = []  # rounds whose rows are not written yet
-        self._held = 0  # numbers of each kind in them
+        self._held = 0  # the number of clients in the waiting rounds
         self._losses: deque[tuple[int, Tensor, Tensor]] = deque()  # round, ids (M,) int32, losses (M,) float32
 
     def __len__(self) -> int:
         return len(self._seconds) + len(self._waiting)
 
     def record(self, round: Round, seconds: float = math.nan) -> None:
-        """Add a row for a round that took so many seconds; what its numbers come to is found when somebody asks."""
+        """Add a row for a round that took this many seconds; its statistics are computed on demand."""
         self._waiting.append((round._replace(server=None), seconds))
         self._held += len(round.ids)
         if self._held > _MOST_HELD or len(self._waiting) > _MOST_WAITING:
@@ -152,7 +182,7 @@ class History:
         """Return a column, a number per round.
 
         Raises:
-            KeyError: there is no such column.
+            KeyError: unknown column.
         """
         self._catch_up()
         if name not in self._columns:
@@ -173,12 +203,11 @@ class History:
 
         Columns: `round`; how many clients were `asked`, `answered`, `lost_before`, `late`, `lost_after`, `repeated` and
         `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`,
-        `_max` and `_worst_decile` (the mean of the largest tenth) over them; the means of all else that the clients log
-        (as `logged_<name>` where a name is taken); `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and
-        `bytes_down`; `val_<metric>` over all rows, its `_mean`, `_min` and `_max` over clients, and `_undefined`, how
-        many clients have rows on which it is not defined, all NaN where validation did not run; what
-        `fairness.watch_groups` adds; `seconds`, NaN where unknown.
-        Losses are NaN where nobody answered.
+        `_max` and `_worst_decile` (the mean of the largest tenth) over them; the means of the clients' other logs (as
+        `logged_<name>` if a name is taken); `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and
+        `bytes_down`; `val_<metric>` over all rows, its `_mean`, `_min` and `_max` over clients, and `_undefined`, the
+        number of clients for whose rows it is not defined, all NaN without validation; the columns of
+        `fairness.watch_groups`; `seconds`, NaN if unknown. Losses are NaN without answers.
         """
         import pandas as pd
 
@@ -256,7 +285,7 @@ class History:
 
 
 def means(info: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the means over clients of what they log, `loss` as `train_loss`."""
+    """Return the means over clients of their logs, `loss` as `train_loss`."""
     values = {name: float(value.nanmean()) for name, value in info.items()}
     if "loss" in values:
         values.setdefault("train_loss", values.pop("loss"))
@@ -264,7 +293,7 @@ def means(info: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def headline(round: Round) -> dict[str, str]:
-    """Return what progress shows of a round: the loss and ε or, without them, the first numbers that it reports.
+    """Return a round's values for progress: the loss and ε or, without them, the first reported numbers.
 
     Example:
         >>> import torch, fedtorch as ft

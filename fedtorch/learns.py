@@ -1,6 +1,6 @@
-"""What leaves with a message and the worst that can be learnt of it, as the message's type declares it.
+"""Disclosure of messages: fields, exactness and the worst inference, declared with the message's type.
 
-Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.protocol.disclosure`.
+`fedtorch.federation.disclosure` covers rounds, `fedtorch.protocol.disclosure` conversations.
 
 >>> from typing import Any
 >>> @tells(Learns("the rows, where there are fewer than columns", helps="sums under masks"))
@@ -26,7 +26,7 @@ EXACT, NOISED = "exact", "noised"
 
 
 class Learns(NamedTuple):
-    """Say what a message tells at worst, by which attack of `fedtorch.trust`, and what helps.
+    """The worst inference from a message, the attack of `fedtorch.trust` for it, and protections.
 
     Example:
         >>> Learns("membership of rows", attack="attacks.membership").helps
@@ -42,9 +42,9 @@ UNDECLARED = Learns("a client's exact values")
 
 
 class Field(NamedTuple):
-    """Say of one field of a message what it is, of whom, how exact, who reads it, and what that tells at worst."""
+    """One disclosed field of a message: its owner, exactness, reader, and the worst inference."""
 
-    message: str  # in which it leaves
+    message: str  # name of the message
     field: str  # its path
     shape: tuple[int, ...]  # of one client's, or of the sum
     of: str
@@ -54,12 +54,12 @@ class Field(NamedTuple):
 
 
 def tells(learns: Learns, exactness: str = EXACT, of: str = "") -> Callable[[_Class], _Class]:
-    """Return the decorator of a message's `NamedTuple` that declares what it tells at worst.
+    """Return a decorator of a message's `NamedTuple` that declares its worst inference.
 
     Args:
-        learns: that.
-        exactness: of a conversation's message, where whoever sends it has rounded or noised it.
-        of: whose numbers a conversation's message tells, where they are not its sender's.
+        learns: the declaration.
+        exactness: for a conversation's message, if its sender has rounded or noised it.
+        of: owner of the numbers in a conversation's message, if not its sender.
     """
 
     def declare(kind: _Class) -> _Class:
@@ -72,18 +72,18 @@ def tells(learns: Learns, exactness: str = EXACT, of: str = "") -> Callable[[_Cl
 
 
 def told(kind: type[Any], sender: str) -> tuple[str, str]:
-    """Return whose numbers a conversation's message of a type tells, and how exactly."""
+    """Return the owner and exactness of a conversation's message type."""
     return getattr(kind, _OF, "") or sender, getattr(kind, _EXACTNESS, EXACT)
 
 
 def declared(kind: type[Any], otherwise: Learns) -> Learns:
-    """Return what a type declares."""
+    """Return a type's declaration."""
     return getattr(kind, _NAME, otherwise)
 
 
 def as_frame(fields: Iterable[Field]) -> pd.DataFrame:
     """Return fields as a table: `message`, `field`, `shape`, `of`, `exactness`, `reader`, `learns`, `helps`."""
-    import pandas as pd  # at first use, because it takes long to import
+    import pandas as pd  # imported at first use, because it is slow to import
 
     rows = [(*each[:-1], each.learns.worst, each.learns.attack, each.learns.helps) for each in fields]
     return pd.DataFrame(rows, columns=[*Field._fields[:-1], "learns", "attack", "helps"])

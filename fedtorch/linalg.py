@@ -1,8 +1,8 @@
-r"""Small linear algebra on stacked matrices `(..., p, p)`, and what to do with columns of very different units.
+r"""Small linear algebra on stacked matrices `(..., p, p)`, for columns with very different units.
 
-A Gram matrix of a Unix time beside an indicator has eigenvalues that differ by twenty orders of magnitude, and which of
-them are rounding cannot be told from their size. `equilibrated` brings every column to one size first: A = S⁻¹ Ã S⁻¹
-with S diagonal and Ã of unit diagonal, up to powers of two. Only eigenvalues of Ã are ever cut.
+A Gram matrix of a Unix time beside an indicator has eigenvalues that differ by twenty orders of magnitude, and their
+size does not show which are rounding. `equilibrated` scales every column to one size first: A = S⁻¹ Ã S⁻¹ with S
+diagonal and Ã of unit diagonal, up to powers of two. Only eigenvalues of Ã are ever truncated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def normal_draw(factor: Tensor, shift: Tensor, z: Tensor) -> Tensor:
 
 
 class Equilibrated(NamedTuple):
-    """A positive semi-definite A = S⁻¹ V diag(m) V' S⁻¹, whatever the units of its rows and columns."""
+    """A positive semi-definite A = S⁻¹ V diag(m) V' S⁻¹, for any units of its rows and columns."""
 
     scale: Tensor  # (..., p) the diagonal of S, see `unit_scale`
-    values: Tensor  # (..., p) m, ascending, zero where it is rounding
+    values: Tensor  # (..., p) m, ascending, zero at rounding level
     vectors: Tensor  # (..., p, p) V
 
     @property
@@ -55,8 +55,8 @@ class Equilibrated(NamedTuple):
         for count in filter(None, open_.unique().tolist()):
             which = open_ == count
             scale, vectors = self.scale[which][..., None], self.vectors[which][..., :count]
-            # Elimination with pivots keeps directions apart that the scales make all but parallel; what it leaves of
-            # other columns is rounding, which in their units could be large.
+            # Elimination with pivots separates nearly parallel scaled directions; its remainder of other columns is
+            # rounding, which in their units could be large.
             order, lower, _ = torch.linalg.lu(scale * vectors)
             top = lower[..., :count, :]
             basis = torch.linalg.solve_triangular(top, order @ lower, upper=False, left=False, unitriangular=True)
@@ -68,7 +68,7 @@ class Equilibrated(NamedTuple):
         return solution
 
     def inverse_root(self, null: Tensor) -> Tensor:
-        """Return X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
+        """Return X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from the result of `null()`."""
         known = self.values > 0
         root = torch.where(known, self.values, 1.0).rsqrt() * known
         root_columns = self.vectors * root[..., None, :] * self.scale[..., None]
@@ -81,7 +81,7 @@ class Equilibrated(NamedTuple):
 def equilibrated(matrix: Tensor) -> Equilibrated:
     """Decompose a positive semi-definite matrix between diagonal matrices that give it a diagonal of ones.
 
-    Eigenvalues below 64 p ε of the largest are taken for the rounding of sums over rows.
+    Eigenvalues below 64 p ε of the largest count as rounding of sums over rows.
 
     Args:
         matrix: A, `(..., p, p)`.
@@ -108,7 +108,7 @@ def unit_scale(diagonal: Tensor) -> Tensor:
 def square_root(covariance: Tensor) -> Tensor:
     """Return C `(..., p, p)` with CC' = A of positive semi-definite A, also where rounding leaves A no Cholesky factor.
 
-    Where A has a row of zeros C has one, too, so that what is known stays so, whatever the units of the rest.
+    If A has a row of zeros, C has one too, so known coordinates stay exact for any units of the rest.
 
     >>> square_root(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
     tensor([[0., 0.],

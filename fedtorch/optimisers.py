@@ -1,5 +1,4 @@
-"""Any `torch.optim.Optimizer` as a function of trees: what it keeps is a tree of tensors, as everything that is sent
-or saved is.
+"""`torch.optim` optimisers as functions of trees, whose state is a tree of tensors like every message and checkpoint.
 
 >>> import torch
 >>> from fedtorch.optimisers import TreeOptimizer
@@ -41,7 +40,7 @@ from fedtorch import expected, tree
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 State = dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
 
-# The classes of torch that treat every number of a parameter by itself, and the steps that they had at import.
+# Classes of torch that treat every element of a parameter independently, and their step functions at import.
 _ELEMENTWISE = {
     kind: kind.step for kind in (SGD, Adam, AdamW, Adagrad, Adadelta, RMSprop, Rprop, NAdam, RAdam, Adamax, ASGD)
 }
@@ -54,13 +53,13 @@ class TreeOptimizer:
 
     Args:
         original: has the hyperparameters, in its groups.
-        parameters: that it was made for, by name; frozen ones are left out. They stay as they are.
-        stacked: the parameters of states and steps are stacks `(K, ...)`. What the optimiser keeps once for a whole
-            parameter, such as a number of steps, then is a row `(K,)` of equal values in the state.
-        advice: what to do with an optimiser whose state is no tree; ends the error that says so.
+        parameters: those of the optimiser, by name; frozen ones are left out. They are not changed.
+        stacked: whether parameters and states are stacks `(K, ...)`. State that the optimiser has once per parameter,
+            such as a step count, is then a row `(K,)` of equal values.
+        advice: remedy at the end of the error for an optimiser whose state is not a tree.
 
     Raises:
-        TypeError: it is no optimiser, or one of other parameters.
+        TypeError: not an optimiser, or one of other parameters.
     """
 
     def __init__(
@@ -82,17 +81,17 @@ class TreeOptimizer:
             )
         self.names = [[names[id(p)] for p in group if p.requires_grad] for group in groups]
         self.original, self.stacked, self.advice = original, stacked, advice
-        self._numbers: dict[str, Any] | None = None  # parts that are one number, and its type; None: not looked
-        self._counts: set[str] = set()  # those that are one number of parameters that are more
+        self._numbers: dict[str, Any] | None = None  # scalar parts of the state and their types; None: unknown
+        self._counts: set[str] = set()  # those that are one scalar for a parameter with more elements
 
     @property
     def counts(self) -> set[str]:
-        """Return the names of parts of the state that are one number of a whole parameter, such as its steps."""
+        """Return the names of state parts that are one scalar per parameter, such as its step count."""
         return self._counts
 
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
-        """Return the optimiser that `make` gives for parameters of these names and shapes."""
+        """Build the optimiser that `make` returns for parameters of these names and shapes."""
         check_maker(make)
         stacked = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
         return cls(make(stacked.values()), stacked)
@@ -101,7 +100,7 @@ class TreeOptimizer:
         """Return the state before the first step, zeros in the structure of the state after it.
 
         Raises:
-            TypeError: the optimiser needs a closure, or keeps something outside of its parameters' states.
+            TypeError: the optimiser needs a closure, or has state that belongs to no parameter.
         """
         tensors = self._copies(parameters)
         optimizer = self._zero_step(tensors)
@@ -123,13 +122,13 @@ class TreeOptimizer:
         optimizer = self.bind(tensors, state)
         for name, tensor in tensors.items():
             gradient = gradients[name]
-            if gradient is not None:  # fused optimisers read memory in order, whatever the strides
+            if gradient is not None:  # fused optimisers need contiguous gradients
                 tensor.grad = gradient.detach().to(tensor.device, tensor.dtype).contiguous()
         optimizer.step()
         return tensors, self.state(optimizer, tensors, state)
 
     def bind(self, tensors: Mapping[str, Tensor], state: State | None = None) -> Optimizer:
-        """Return an optimiser that steps `tensors` in place by their `grad`, in a copied state; None begins anew."""
+        """Return an optimiser of `tensors`, with a copy of the state, that steps them in place by their `grad`."""
         optimizer = rebind(self.original, [[tensors[name] for name in group] for group in self.names])
         if state and self._numbers is None:
             self.init(tensors)
@@ -149,10 +148,10 @@ class TreeOptimizer:
         return optimizer
 
     def state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], before: State | None = None) -> State:
-        """Return the state of a bound optimiser, not copied; `before` of parameters without a gradient so far.
+        """Return the state of a bound optimiser, not copied; `before` for parameters without a gradient so far.
 
         Raises:
-            TypeError: it keeps something of stacked parameters that has no row per client.
+            TypeError: state of stacked parameters without a row per client.
         """
         old = before or {}
         return {name: {**old.get(name, {}), **self._parts(optimizer, tensor)} for name, tensor in tensors.items()}
@@ -174,7 +173,7 @@ class TreeOptimizer:
         return parts
 
     def _seen(self, state: State) -> tuple[set[str], dict[str, dict[str, float]]]:
-        """Return (the parameters whose state is not zero everywhere, what of it is one number), by one look."""
+        """Return (parameters with a nonzero state, scalar parts of the states by parameter), in one transfer."""
         parts = [(name, part, value) for name, saved in state.items() for part, value in saved.items()]
         if not parts:
             return set(), {}
@@ -183,13 +182,13 @@ class TreeOptimizer:
         held = [(name, part, value) for name, part, value in parts if part in self._counts]
         numbers = [(value[0] if self.stacked else value).to(device, torch.float64) for _, _, value in held]
         read = torch.stack([*flags, *numbers]).tolist()
-        found: dict[str, dict[str, float]] = {name: {} for name in state}
+        numbers_of: dict[str, dict[str, float]] = {name: {} for name in state}
         for (name, part, _), number in zip(held, read[len(flags) :]):
-            found[name][part] = number
-        return {name for (name, _, _), flag in zip(parts, read) if flag}, found
+            numbers_of[name][part] = number
+        return {name for (name, _, _), flag in zip(parts, read) if flag}, numbers_of
 
     def _loaded(self, part: str, value: Tensor, read: float | None) -> Any:
-        """Return a part of a state; `read` is its number on the host, where the optimiser wants it there."""
+        """Return a part of a state as the optimiser expects it; `read` is its value on the host."""
         kind = (self._numbers or {}).get(part)
         if kind is None:
             return value.clone()
@@ -200,7 +199,7 @@ class TreeOptimizer:
         return {name: parameters[name].detach().clone() for group in self.names for name in group}
 
     def _zero_step(self, tensors: dict[str, Tensor]) -> Optimizer:
-        """Return a bound optimiser after a step with gradients of zero, which shows the state that it keeps."""
+        """Bind an optimiser and take a step with zero gradients, which creates its state."""
         name, optimizer = type(self.original).__name__, self.bind(tensors)
         before = [dict(group) for group in optimizer.param_groups]
         for tensor in tensors.values():
@@ -215,12 +214,12 @@ class TreeOptimizer:
 
 
 class DirectSteps:
-    """Steps of a bound optimiser on the CPU by one operation of torch for all parameters of a group.
+    """Steps of a bound optimiser on the CPU, by one torch operation for all parameters of a group.
 
-    `Optimizer.step` looks at devices, dtypes and states first, which costs more than a small step itself.
+    `Optimizer.step` checks devices, dtypes and states first, which costs more than a small step itself.
 
     Args:
-        optimizer: whose groups and states are read at every step.
+        optimizer: its groups and states are read at every step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -246,7 +245,7 @@ class DirectSteps:
                 torch._foreach_add_(group["params"], given, alpha=-group["lr"])
 
     def _moments(self, group: Mapping[str, Any]) -> list[list[Tensor]]:
-        """Return the states of a group, by name and then by parameter, which begin at zero; none of SGD."""
+        """Return the states of a group, by name and then by parameter, zero at first; none for SGD."""
         if "betas" not in group:
             return []
         states = [self.optimizer.state[parameter] for parameter in group["params"]]
@@ -267,7 +266,7 @@ class DirectSteps:
 
 
 def _plain(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's steps are those of `DirectSteps`."""
+    """Return whether `DirectSteps` implements a group's steps."""
     more = any(group.get(name) for name in ("amsgrad", "differentiable", "capturable", "momentum"))
     numbers = not any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ())))
     if more or not numbers or not all(tensor.device.type == "cpu" for tensor in group["params"]):
@@ -277,32 +276,32 @@ def _plain(group: Mapping[str, Any]) -> bool:
 
 
 def elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimiser of a stack of parameters is as many independent optimisers, by its type.
+    """Return whether an optimiser acts on a stack as independent optimisers of its rows, by its type.
 
-    It is one of torch's own classes, whose step is torch's and has no hooks.
+    It is one of torch's own classes, with torch's own step and without hooks.
 
     >>> elementwise(SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
     True
     >>> elementwise(torch.optim.Adafactor([torch.zeros(1, requires_grad=True)]))
     False
     """
-    kind, own = type(optimizer), vars(optimizer).get("step")
+    kind, step = type(optimizer), vars(optimizer).get("step")
     if kind not in _ELEMENTWISE or _hooked(optimizer):
         return False
-    of_class = kind.step  # which torch wraps when the first optimiser of a class is made
+    of_class = kind.step  # torch wraps it when the first optimiser of a class is made
     torchs = _ELEMENTWISE[kind] in (of_class, getattr(of_class, "__wrapped__", None))
-    scheduled = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is of_class
-    return torchs and (own is None or scheduled)
+    scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is of_class
+    return torchs and (step is None or scheduled)
 
 
 def _hooked(optimizer: Optimizer) -> bool:
-    """Return whether hooks are registered on its steps, or on those of all optimisers."""
+    """Return whether an optimiser's steps, or those of all optimisers, have hooks."""
     of_all = any(getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
     return of_all or any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
 
 
 def check_maker(make: MakeOptimizer) -> None:
-    """Raise TypeError unless `make` is a function, which takes the parameters that it is to train.
+    """Raise TypeError unless `make` is a function from parameters to an optimiser.
 
     >>> check_maker(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     Traceback (most recent call last):
@@ -313,10 +312,10 @@ def check_maker(make: MakeOptimizer) -> None:
 
 
 def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
-    """Return the same optimiser with the same hyperparameters on other tensors, in the state of its construction.
+    """Return the same optimiser with the same hyperparameters on other tensors, in its initial state.
 
     Raises:
-        TypeError: the constructor gives a parameter a state that is not one number everywhere.
+        TypeError: the constructor sets a state that is not the same number everywhere.
     """
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(vars(optimizer))
@@ -335,7 +334,7 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the hyperparameters of a parameter group; schedulers fill a tensor of a learning rate."""
+    """Copy the hyperparameters of a parameter group; schedulers change a tensor learning rate in place."""
     return {name: _copied(value) for name, value in group.items() if name != "params"}
 
 
@@ -344,10 +343,9 @@ def _copied(value: Any) -> Any:
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:
-    """Return whether an optimiser with two moments can be fused, and the user has not decided about it.
+    """Return whether an optimiser with two moments can be fused, and the user has not chosen.
 
-    Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
-    They take real numbers only.
+    Fused optimisers need contiguous parameters and gradients, and real numbers.
     """
     undecided = group.get("fused", False) is None and group.get("foreach") is None
     plain = not group.get("differentiable") and not group.get("capturable")
@@ -356,7 +354,7 @@ def _may_fuse(group: dict[str, Any]) -> bool:
 
 
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
-    """Return a constructor's state (Adagrad's sums) for a tensor of another shape."""
+    """Return a constructor's state (such as Adagrad's sums) for a tensor of another shape."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return _copied(value)
     if bool((value != value.flatten()[0]).any()):

@@ -1,9 +1,11 @@
-"""Progress of whatever takes longer than two seconds.
+"""Progress of operations that take longer than two seconds.
 
-On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. What is left is said
-from the steps that were done of late, and not before there are a few; the longest wait among them does not count.
+On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. The remaining time is
+estimated from the latest steps, once there are a few, without the longest wait among them.
 
-Within a `Progress` no other is shown. `progress=False` where a function takes it, `with quiet():` around anything, and
+Long rounds also log torch's number of threads, once in a process, unless the user has chosen it.
+
+Within a `Progress` no other is shown. `progress=False` in a function's arguments, `with quiet():` around any code, and
 the environment variable `TQDM_DISABLE=1` silence it.
 
 >>> with quiet():
@@ -25,29 +27,33 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from fedtorch._lazy import only
+
 __all__ = ["quiet", "tracked"]
+__dir__ = only(__all__)
 
 T = TypeVar("T")
-Told = Mapping[str, Any]  # what is shown beside how far it is
+Told = Mapping[str, Any]  # values shown beside the progress
 
-_SHORT = 2.0  # seconds that nothing is said of
-_BETWEEN = 10.0  # seconds between two lines in a log at least; in a long run a tenth of what has passed
+_SHORT = 2.0  # seconds before progress is shown
+_BETWEEN = 10.0  # least seconds between two lines in a log; in a long run a tenth of the elapsed time
 _REFRESHED = 0.1  # seconds between two states of a bar
-_RECENT = 64  # moments from which it is said how long the rest takes
-_FEW = 3  # stretches between them, at least
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether somebody else shows progress, or nobody may
+_RECENT = 64  # steps used in the estimate of the remaining time
+_FEW = 3  # least number of intervals between them
+_advised = False  # whether this process has logged the advice on threads
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether another progress is shown, or none may be
 
 
 class Progress:
-    """Show how far something is: a context within which other progress is not shown.
+    """Context that shows progress, within which other progress is not shown.
 
     Args:
-        title: in front.
-        total: steps in all; None if nobody knows.
+        title: text in front.
+        total: steps in all; None if unknown.
         unit: of a step; "B" for bytes.
         initial: steps that were done before.
         shown: False shows nothing.
-        always: whether what is short is shown, too: a bar at once, in a log a line at the end.
+        always: whether short operations are shown, too: a bar at once, in a log a line at the end.
 
     Attributes:
         done: steps so far.
@@ -72,9 +78,10 @@ class Progress:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
         self._moments = deque([(0.0, initial)], _RECENT)  # (seconds since it began, steps)
-        told = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
-        self._shown = shown and not told
-        self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
+        disabled = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
+        self._shown = shown and not disabled
+        # otherwise chosen when something is first shown
+        self._kind: Any = _bar_kind() if self._shown and always else None
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
         self._left: Callable[[], float | None] | None = None
@@ -97,13 +104,13 @@ class Progress:
         tell: Callable[[], Told] | None = None,
         left: Callable[[], float | None] | None = None,
     ) -> None:
-        """Move on by so many steps.
+        """Advance by this many steps.
 
         Args:
             steps: done since.
-            tell: called when something is shown, for what else is to be said, such as a loss.
-            left: called when something is shown, where it may end before `total`: how many steps are left by what there
-                has been so far, or None where that cannot be said, so that what `total` says is called the most.
+            tell: returns further values such as a loss; called when something is shown.
+            left: estimate of the remaining steps, if the end may come before `total`, or None; called when something is
+                shown.
         """
         self.done += steps
         self._tell, self._left = tell or self._tell, left or self._left
@@ -112,11 +119,13 @@ class Progress:
         passed = time.monotonic() - self._began
         if passed - self._moments[-1][0] >= passed / _RECENT:
             self._moments.append((passed, self.done))
+        if passed >= _SHORT and self.unit == "round":
+            self._advise_on_threads()
         if passed >= self._next:
             self._show(passed)
 
     def close(self) -> None:
-        """Show the end, where the beginning was shown or `always` was said."""
+        """Show the end, if the start was shown or with `always`."""
         passed = time.monotonic() - self._began
         if self._bar is not None:
             self._draw(passed)
@@ -136,7 +145,7 @@ class Progress:
             self._next = passed + max(_BETWEEN, passed / 10)
 
     def _draw(self, passed: float) -> None:
-        """Draw the bar as it is now; made by the first call."""
+        """Draw the present bar, made by the first call."""
         if self._bar is None:
             scale = {"unit_scale": True} if self.unit == "B" else {}
             self._bar = self._kind(
@@ -146,7 +155,7 @@ class Progress:
             self._bar.n = self.done
         if self._left is not None and (expected := self._left()) is not None:
             self._bar.total = self.done + self._within(expected)
-        self._bar.update(self.done - self._bar.n)  # which tells it how fast it is now
+        self._bar.update(self.done - self._bar.n)  # updates its estimate of the pace
         self._bar.set_postfix(self._tell(), refresh=True)
 
     def _write(self, passed: float, ended: bool) -> None:
@@ -168,8 +177,25 @@ class Progress:
         sys.stderr.flush()
         self._said = self.done
 
+    def _advise_on_threads(self) -> None:
+        """Log once in a process that small models are often faster with one thread, if torch has more by default."""
+        global _advised
+        if _advised or {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+            return
+        import torch
+
+        _advised = True
+        threads = torch.get_num_threads()
+        if threads == 1 or torch.cuda.is_initialized():
+            return
+        write = sys.stderr.write if self._kind is None else self._kind.write
+        write(
+            f"torch uses {threads} threads here; small models are often faster with one, above all beside other work: "
+            "set OMP_NUM_THREADS=1, or call torch.set_num_threads(1)" + "\n" * (self._kind is None)
+        )
+
     def _within(self, expected: float) -> int:
-        """Return so many steps, at least one and no more than are left in all."""
+        """Return this many steps, at least one and no more than are left in all."""
         steps = max(1, math.ceil(expected))
         return steps if self.total is None else min(steps, self.total - self.done)
 
@@ -185,17 +211,18 @@ class Progress:
 def tracked(
     items: Iterable[T], title: str, total: int | None = None, *, unit: str = "step", shown: bool = True
 ) -> Iterator[T]:
-    """Return the items one by one, while it is shown how many there have been.
+    """Yield the items one by one, with progress.
 
     Args:
-        items: to go through.
-        title: in front.
-        total: how many; default: their length, if they have one.
+        items: to iterate over.
+        title: text in front.
+        total: their number; default: their length, if they have one.
         unit: of an item.
         shown: False shows nothing.
     """
     length = len(items) if total is None and isinstance(items, Sized) else total
-    progress = Progress(title, length, unit=unit, shown=shown)  # no context: an error outside would leave it open
+    # not a context manager: an error outside would leave it open
+    progress = Progress(title, length, unit=unit, shown=shown)
     try:
         for item in items:
             yield item

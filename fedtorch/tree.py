@@ -1,4 +1,4 @@
-"""Trees: what parameters, states and messages are made of.
+"""Trees: the structure of parameters, states and messages.
 
 A *tree* is a tensor, `None`, or a dict, tuple or `NamedTuple` of trees. Flattened it is a `dict[str, Tensor]` whose
 names are paths, as in a state dict. Trees form a vector space: `add`, `subtract` and `scale` act leaf by leaf. In a
@@ -23,7 +23,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
+
 __all__ = ["Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
+__dir__ = only(__all__)
 
 Tree = Any
 Rows = Tensor | slice
@@ -56,7 +59,7 @@ def _rebuild(node: Tree, children: Sequence[Tree]) -> Tree:
 
 
 def _names(node: Tree) -> Any:
-    """Return what has to agree between the nodes of trees of one structure."""
+    """Return the names that must agree between the nodes of trees of one structure."""
     if isinstance(node, dict):
         return node.keys()
     return getattr(node, "_fields", len(node) if isinstance(node, tuple) else type(node))
@@ -77,7 +80,7 @@ def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type 
         function: takes one leaf of each tree.
         first: the tree whose structure the result has; `None` stays `None`.
         others: trees of the same structure.
-        is_leaf: what counts as a leaf besides tensors, for example a class of `NamedTuple`.
+        is_leaf: classes that count as leaves besides tensors, for example a `NamedTuple`.
 
     Raises:
         ValueError: the structures differ; the message names the keys.
@@ -153,7 +156,7 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
 
 
 def _flatten(node: Tree, path: str, flat: dict[str, Tensor]) -> None:
-    """Add the leaves of a node to those that are flat already."""
+    """Add the leaves of a node to the flat ones."""
     if isinstance(node, Tensor):
         if path in flat:
             raise ValueError(f"Expected distinct paths, but two leaves are called {path!r}; rename one of the keys")
@@ -244,7 +247,7 @@ def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
 
 
 def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
-    """Return rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere.
+    """Return rows of `first` where the condition, `(K,)` or `()` for all, holds, and of `second` elsewhere.
 
     Example:
         >>> before, after = {"w": torch.zeros(3, 2)}, {"w": torch.ones(3, 2)}

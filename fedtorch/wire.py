@@ -1,15 +1,16 @@
-"""The wire: trees as safetensors bytes with JSON metadata.
+"""Encoding of trees as safetensors bytes with JSON metadata.
 
-A payload is the safetensors format and nothing else: eight bytes that count the header (little endian), the
-header (JSON: name, dtype, shape and place of every tensor), the numbers. Reading one runs no code of others.
-What it may contain is known beforehand: `decode` compares the header with a tree of the expected structure,
-shapes and dtypes before it allocates anything, and refuses the rest, naming client, round and field.
+A payload is in the safetensors format: eight bytes with the header's length (little endian), the header (JSON: name,
+dtype, shape and position of every tensor), the numbers. Reading one executes no code. The permitted content is known
+beforehand: `decode` compares the header with a tree of the expected structure, shapes and dtypes before it allocates
+anything, and refuses anything else with an error that names client, round and field.
 
 safetensors has no complex128. A leaf of that dtype is written as pairs of real and imaginary parts, F64 `(..., 2)`; the
-expected tree says that the pairs are complex numbers.
+expected tree shows that the pairs are complex numbers.
 
-The header is written here, so that a tree's bytes do not depend on a library's version and `size` knows them without
-making them. Any safetensors library reads them; what arrives is read by the library once its header is checked.
+The header is written here, so that a tree's bytes do not depend on a library's version and `size` can compute their
+number without making them. Any safetensors library can read them; received payloads are read by the library after a
+check of the header.
 
 >>> import torch
 >>> from fedtorch import wire
@@ -59,7 +60,7 @@ _NUMPY = {torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, t
 
 
 class PayloadError(ValueError):
-    """A payload was refused; the message names client, round and field, what was expected and what came.
+    """A payload was refused; the message names client, round and field, the expectation and the content.
 
     Example:
         >>> import torch
@@ -73,7 +74,7 @@ class PayloadError(ValueError):
 
 
 def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
-    """Return the safetensors bytes of a tree, the same for the same tree whatever the order of its keys.
+    """Return the safetensors bytes of a tree, which do not depend on the order of its keys.
 
     Args:
         tree: dense leaves on any device, views and shared memory included; `None` leaves no trace.
@@ -83,7 +84,7 @@ def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
         The payload; no bytes at all for a tree without leaves and without metadata.
 
     Raises:
-        TypeError: a leaf is sparse or of a dtype that safetensors does not know, or the metadata is not JSON.
+        TypeError: a leaf is sparse or of a dtype that safetensors lacks, or the metadata is not JSON.
         ValueError: a leaf is called `__metadata__`, or the metadata has NaN or Inf or more than 2²⁰ bytes.
     """
     flat = flatten(tree)
@@ -118,19 +119,19 @@ def decode(
     """Return the tree of a payload, checked against `like` before anything is allocated.
 
     Args:
-        payload: what arrived.
-        like: a tree of the expected structure, shapes and dtypes; meta tensors will do; or a `Template` of it.
-        client: who sent it, for the message.
+        payload: received bytes.
+        like: a tree of the expected structure, shapes and dtypes; meta tensors suffice; or a `Template` of it.
+        client: the sender, for the message.
         round: the communication round, for the message.
         limit: the largest payload that is read, in bytes.
         finite: refuse NaN and Inf.
         opened: the same payload as `open_payload` has returned it, whose header is not read again.
 
     Returns:
-        A tree in the structure of `like`, on the CPU, with memory of its own.
+        A tree in the structure of `like`, on the CPU, with separate memory.
 
     Raises:
-        PayloadError: the payload is not what was expected; the message says where and how.
+        PayloadError: the payload is not the expected one; the message names the field and the difference.
     """
     refuse = partial(_refused, client, round)
     known = isinstance(like, Template)
@@ -161,9 +162,9 @@ def metadata(
     """Return the metadata of a payload, without its tensors.
 
     Args:
-        payload: what arrived.
+        payload: received bytes.
         limit: the longest header that is read, in bytes.
-        client: who sent it, for the message.
+        client: the sender, for the message.
         round: the communication round, for the message.
 
     Raises:
@@ -179,7 +180,7 @@ def open_payload(
     client: str | int | None = None,
     round: int | None = None,
 ) -> tuple[dict[str, JSON], Opened | None]:
-    """Return (the metadata of a payload, what `decode` needs to read no header again); arguments as `metadata`."""
+    """Return (the metadata of a payload, its parsed header for `decode`); arguments as for `metadata`."""
     refuse = partial(_refused, client, round)
     if isinstance(payload, bytes) and not payload:
         return {}, None
@@ -190,13 +191,13 @@ def open_payload(
 
 
 class Template:
-    """Hold how a tree looks, so that payloads of it are read without another walk through it.
+    """The form of a tree, so that payloads can be read without traversing it again.
 
     Args:
         like: a tree of the expected structure, shapes and dtypes; meta tensors will do.
 
     Attributes:
-        fields: what a payload's header says of it.
+        fields: expected entries of a payload's header.
         build: returns the tree of leaves by path.
 
     Example:
@@ -212,7 +213,7 @@ class Template:
 
 
 def builder(like: Tree, prefix: str = "") -> Callable[[Mapping[str, Tensor]], Tree]:
-    """Return `tree.unflatten` of trees of one structure, without a walk through it; no leaf of `like` is kept.
+    """Return `tree.unflatten` for trees of one structure, without traversing it again; no leaf of `like` is stored.
 
     Example:
         >>> build = builder({"layer": {"w": torch.ones(2)}})
@@ -280,16 +281,16 @@ def to_bytes(leaf: Tensor) -> bytes:
 
 
 def as_bytes(leaf: Tensor) -> memoryview:
-    """Return the numbers of a leaf as bytes, in its own memory where they lie there as a payload has them."""
+    """Return the bytes of a leaf's numbers, as a view if they are stored as in a payload."""
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous whatever its strides
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous for any strides
     return flat.view(torch.uint8).numpy().data
 
 
 def _checked(leaf: Tensor, field: Field, finite: bool, refuse: Refuse) -> Tensor:
-    """Return a tensor of a payload as its field has it, once its numbers are looked at."""
+    """Return a tensor of a payload in its field's form, after checks of its numbers."""
     if field.dtype == torch.complex128:
         leaf = torch.view_as_complex(leaf)
     if field.dtype == torch.bool and leaf.numel() and (most := int(leaf.view(torch.uint8).max())) > 1:

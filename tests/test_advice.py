@@ -203,7 +203,7 @@ def test_a_vertical_fit_predicts_the_data_that_it_evaluates() -> None:
     x = ft.random.normal(ft.random.key(0), (20, 3))
     data = ft.vfl.VerticalData((x[:, :1], x[:, 1:]), (x.sum(1) > 0).float())
     model = ft.vfl.augmented(likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], 1.0)
-    fit = ft.vfl.sfvi(model, ft.vfl.Guide(ft.vfl.mean_field()), data, key=ft.random.key(0), steps=2)
+    fit = ft.vfl.sfvi(model, ft.vfl.Guide(ft.vfl.mean_field()), data, steps=2)
     refusal(lambda: ft.inference.predict(fit, data), TypeError, "run.predict(data)")
     assert torch.equal(fit.predict(data), fit.predict(data.features))
     fit.evaluate(data, {"auroc": torchmetrics.classification.BinaryAUROC(thresholds=200)})
@@ -219,9 +219,7 @@ def test_a_vertical_fit_that_has_not_converged_goes_on() -> None:
     x = ft.random.normal(ft.random.key(0), (40, 2), torch.float64)
     data = ft.vfl.VerticalData((x[:, :1], x[:, 1:]), x.sum(1) + 3)
     model = ft.vfl.augmented(likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], 1.0)
-    go = lambda steps, **more: ft.vfl.sfvi(
-        model, ft.vfl.Guide(ft.vfl.mean_field()), data, key=ft.random.key(0), steps=steps, lr=0.05, **more
-    )
+    go = lambda steps, **more: ft.vfl.sfvi(model, ft.vfl.Guide(ft.vfl.mean_field()), data, steps=steps, lr=0.05, **more)
     fit = go(60)
     with pytest.warns(
         RuntimeWarning,

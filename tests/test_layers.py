@@ -11,7 +11,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from support.processes import TESTS, Process
 
 import fedtorch as ft
@@ -156,16 +155,17 @@ def test_a_private_module_belongs_to_its_package() -> None:
     assert not belongs("fedtorch.trust.privacy._checks", "fedtorch.trust.attacks.split")
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_private_names_of_other_modules(name: str) -> None:
+def test_no_private_names_of_other_modules() -> None:
     private = lambda found: found.startswith("_") and not found.startswith("__")
-    taken = [(module, part) for module, part, _ in imports(name)]
-    called = {called: module for module, part, called in imports(name) if not part}
-    for node in MODULES[name]:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
-            taken.append((called[node.value.id], node.attr))
-    found = [(name, f"{module}.{part}") for module, part in taken if private(part)]
-    found += [(name, module) for module, _ in taken if not belongs(module, name)]
+    found = []
+    for name, nodes in MODULES.items():
+        taken = [(module, part) for module, part, _ in imports(name)]
+        called = {called: module for module, part, called in imports(name) if not part}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
+                taken.append((called[node.value.id], node.attr))
+        found += [(name, f"{module}.{part}") for module, part in taken if private(part)]
+        found += [(name, module) for module, _ in taken if not belongs(module, name)]
     assert found == []
 
 

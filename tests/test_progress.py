@@ -6,6 +6,7 @@ import io
 import sys
 
 import pytest
+import torch
 
 from fedtorch import progress
 from fedtorch.progress import Progress, quiet, tracked
@@ -25,6 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(progress, "time", found)
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     return found
 
 
@@ -164,3 +166,25 @@ def test_a_terminal_has_one_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch) -
     terminal.truncate(0)
     work(clock, 0.5, always=True, unit="B")
     assert "100/100" in terminal.getvalue()
+
+
+def test_threads_are_named_once_where_nobody_has_chosen_them(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_advised", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    work(clock, 10.0)  # OMP_NUM_THREADS is set
+    work(clock, 10.0, unit="step")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    work(clock, 1.9)
+    work(clock, 10.0, unit="step")
+    assert "threads" not in capsys.readouterr().err
+    work(clock, 10.0)
+    work(clock, 10.0)
+    [line] = [each for each in capsys.readouterr().err.splitlines() if "threads" in each]
+    assert line.startswith("torch uses 6 threads here; small models are often faster with one")
+    monkeypatch.setattr(progress, "_advised", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    work(clock, 10.0)
+    assert "threads" not in capsys.readouterr().err

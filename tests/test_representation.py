@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import pkgutil
 from typing import Any
+from xml.etree import ElementTree
 
 import lightning as L
 import pytest
@@ -75,6 +76,60 @@ def test_runs_and_federations_are_a_line() -> None:
 def test_vertical_fits_are_a_line() -> None:
     run = VerticalRun(["north", "south"], {"algorithm": "sfvi", "lr": 0.1})
     assert repr(run) == "VerticalRun(sfvi(lr=0.1), 2 parties, round 0)"
+
+
+def cells(shown: Any) -> dict[str, str]:
+    """Names and numbers of what a notebook shows, and what it is under ""."""
+    (table,) = [ElementTree.fromstring(shown._repr_html_())]
+    titles = [title.text for title in table.iter("th") if title.get("scope") is None]
+    return {
+        "": titles[0] or "",
+        **{row[0].text or "": row[1].text or "" for row in table.iter("tr") if row[0].get("scope")},
+    }
+
+
+def test_notebooks_show_a_table_of_numbers_that_the_line_has_too() -> None:
+    algorithm, population = ft.fedavg(solver()), ft.InProcess(classes())
+    run = ft.Run(algorithm, population)
+    assert cells(run) == {"": "Run", "method": cells(run)["method"], "clients": "5", "rounds": "0"}
+    assert cells(run)["method"].startswith("fedavg(gradient_descent(Classifier, ")
+    round = next(run.rounds(7, until=lambda history: True))
+    for _ in run.rounds(7, until=lambda history: True):
+        pass
+    found = cells(run)
+    assert found["ended"] == "stopped after 1 of 7 rounds by until="
+    assert repr(run).endswith(f"{found['sent down']} down, train_loss {found['train_loss']})")
+    assert cells(round)[""] == "Round 1"
+    assert cells(round)["clients that answered"] == "5 of 5"
+    assert f"{cells(round)['bytes up']} B up" in repr(round)
+    assert cells(ft.Federation(algorithm, population))[""] == "Federation"
+    vertical = VerticalRun(["north", "south"], {"algorithm": "sfvi <lr>", "lr": 0.1})
+    assert cells(vertical) == {"": "VerticalRun", "method": "sfvi <lr>(lr=0.1)", "parties": "2", "rounds": "0"}
+
+
+def test_rounds_name_the_clients_that_did_not_answer() -> None:
+    wards = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 6, [f"ward {k}" for k in range(6)])
+    late = ft.Faults(after=lambda keys, ids: ids % 3 == 1, before=lambda keys, ids: ids == 5)
+    algorithm = ft.fedavg(ft.least_squares(nn.Linear(2, 1)))
+    round = ft.Run(algorithm, ft.InProcess(wards), faults=late).step()
+    assert round.named(round.ids) == ["ward 0", "ward 2", "ward 3"]
+    assert (round.named(round.lost_after), round.named(round.lost_before)) == (["ward 1", "ward 4"], ["ward 5"])
+    assert repr(round).startswith("Round(1: 3 of 6 clients answered, not reached: ward 5, lost: ward 1, ward 4, ")
+    assert cells(round)["lost"] == "ward 1, ward 4"
+    every = ft.Faults(after=lambda keys, ids: ids >= 0)
+    round = ft.Run(algorithm, ft.InProcess(wards), faults=every).step()
+    assert "lost: ward 0, ward 1, ward 2 and 3 more" in repr(round)
+
+
+def test_scores_in_notebooks_are_a_few_numbers_whatever_they_are_of() -> None:
+    bad = torch.tensor([False, True])
+    score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True, undefined=bad)
+    numbers = {"all rows": "0.75", "clients": "2", "mean": "0.75", "worst": "0.5", "undefined": "1"}
+    assert cells(score) == {"": "Score", **numbers}
+    assert repr(score) == "Score(0.75 over all rows; 2 clients: mean 0.75, worst 0.5, 1 undefined)"
+    matrix = ft.Score(torch.ones(2, 2), torch.ones(3, 2, 2))
+    assert cells(matrix) == {"": "Score", "all rows": "a Tensor of shape (2, 2)", "clients": "3"}
+    assert repr(matrix) == "Score(a Tensor of shape (2, 2) over all rows; 3 clients)"
 
 
 def test_what_does_not_fit_is_cut() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from experiments import common
 from experiments.benchmarks.parts.measure import circumstances, table
-from experiments.result_pages import NOTES
+from experiments.result_pages import NOTES, check_small
 
 NAMES = (
     "audit",
@@ -126,6 +126,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     unknown = [name for name in arguments.names if name not in NAMES]
     if unknown:
         parser.error(f"Expected benchmarks of {', '.join(NAMES)}, but got {', '.join(unknown)}")
+    try:
+        check_small("--smoke" in options, arguments.results)
+    except ValueError as error:
+        parser.error(str(error))
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)

@@ -1,6 +1,7 @@
 """What an installation takes: its size, its time, the first import, and `make demo` with a C compiler and without.
 
-- `size`: MB of what is installed for fedtorch without extras, and the seconds that `make demo` or `make test` needed to
+- `size`: MB of what is installed for fedtorch without extras, how much less it would be if what only reports, figures,
+  data sets and the command line need were an extra, and the seconds that `make demo` or `make test` needed to
   install it with those of the tests, where this environment is theirs.
 - `import`: seconds until `import` is done in a fresh process; *first* without compiled bytecode of any module.
 - `demo`: seconds of `make demo` in an environment that is there. *First* is with an empty cache of programs, *again*
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -29,18 +30,20 @@ import fedtorch
 from experiments import common
 from experiments.benchmarks.parts import measure
 
+OPTIONAL = {"arviz", "jsonargparse", "matplotlib", "networkx", "pooch"}
 COMPILERS = re.compile(r"(.*-)?(cc|c89|c99|gcc|g\+\+|c\+\+|clang|clang\+\+|tcc|icc|icx)(-[\d.]+)?(\.exe)?")
 
 
-def needed(name: str) -> set[str]:
-    """The distributions that one needs, it among them, without extras."""
+def needed(name: str, without: Container[str] = ()) -> set[str]:
+    """The distributions that one needs, it among them, without extras and without some."""
     found, left = set(), [name]
     while left:
         each = left.pop()
         if each not in found:
             found.add(each)
             wanted = map(Requirement, metadata.requires(each) or ())
-            left += [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+            wanted = (one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""}))
+            left += [one.name for one in wanted if one.name not in without]
     return {metadata.metadata(each)["Name"] for each in found}
 
 
@@ -59,6 +62,9 @@ def size() -> list[common.Row]:
     rows = [common.Row(name, "MB", each[name]) for name in named]
     others = sum(size for name, size in each.items() if name not in named)
     rows += [common.Row(f"{len(each) - len(named)} others", "MB", others), common.Row("all", "MB", sum(each.values()))]
+    spared = needed("fedtorch") - needed("fedtorch", OPTIONAL)
+    only = f"of these, only for {', '.join(sorted(OPTIONAL))}"
+    rows.append(common.Row(only, "MB", sum(each[name] for name in spared)))
     kept = Path(sys.prefix) / ".installed"  # the Makefile writes it
     seconds = kept.read_text().strip() if kept.exists() else ""
     return [*rows, common.Row("all, and what tests need", "s to install", float(seconds))] if seconds else rows

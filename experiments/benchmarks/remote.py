@@ -100,7 +100,7 @@ def answers(parties: int) -> Half:
 def network() -> ft.vfl.SplitNetwork:
     """A plain split network of three parties, the same in any process."""
     bottoms = [split_nn.mlp(WIDTH, [16], 1) for _ in range(3)]
-    return ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+    return ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli())
 
 
 def runs_ahead(folder: Path, address: str, names: Sequence[str], iterations: int) -> None:

@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 from experiments import common
 from experiments.benchmarks.parts.memory import peak
@@ -105,9 +105,9 @@ def measure(what: str) -> None:
     data = problem(int(rows))
     guide = GUIDES[name]()
     warm = vfl.VerticalData(tuple(x[:256] for x in data.features), data.response[:256])
-    vfl.sfvi(model(1.0), guide, warm, key=random.key(0), steps=20)  # libraries' own buffers
+    vfl.sfvi(model(1.0), guide, warm, steps=20)  # libraries' own buffers
     before = peak(reset=True)
-    fit = vfl.sfvi(model(1.0), guide, data, key=random.key(0), steps=20, batch_size=256)
+    fit = vfl.sfvi(model(1.0), guide, data, steps=20, batch_size=256)
     result = {"added": (peak() - before) / 2**20, "parameters": count_parameters(fit.parameters)}
     sys.stdout.write(json.dumps(result))
 
@@ -143,7 +143,7 @@ def traffic(smoke: bool) -> list[common.Row]:
 PARTS = {"batch": batched, "memory": memory, "bytes": traffic}
 
 
-def draw(found: Sequence[common.Row], folder: Path) -> Path:
+def draw(found: Sequence[common.Row]) -> Figure:
     """Added memory and parameters over the rows."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for axis, metric in zip(axes, ("MiB added by training", "variational parameters")):
@@ -155,7 +155,7 @@ def draw(found: Sequence[common.Row], folder: Path) -> Path:
         axis.set(xscale="log", yscale="log", xlabel="rows", title=metric)
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
-    return common.save(figure, folder, "vfl_memory")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -171,9 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.show(
         common.machine(), ["setting", "metric", "ours"], [[r.setting, r.metric, f"{r.ours:.4g}"] for r in found]
     )
-    common.write("vfl", found, options.json)
-    if options.out is not None and "memory" in (options.part or PARTS):
-        common.show_path(draw(found, options.out))
+    figures = {"vfl_memory": draw} if "memory" in (options.part or PARTS) else {}
+    common.finish("benchmarks.vfl", found, options, lambda: {name: made(found) for name, made in figures.items()})
 
 
 if __name__ == "__main__":

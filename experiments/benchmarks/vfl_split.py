@@ -17,7 +17,7 @@ import torch
 
 from experiments import common
 from experiments.vfl import heart_models as vfl_heart_models
-from fedtorch import data as ft_data, random, vfl
+from fedtorch import data as ft_data, vfl
 from fedtorch.vfl.fit.captured import CapturedBound
 from fedtorch.vfl.fit.part import draw_noises
 from fedtorch.vfl.model import likelihoods
@@ -42,10 +42,9 @@ def stepper(size: int, captured: bool = False) -> Callable[[int], None]:
     cut = lambda value: value[:size]
     rows = vfl.VerticalData(tuple(map(cut, rows.features)), cut(rows.response), weight=cut(rows.weight))
     rho = torch.tensor([1.0, 5.0, 10.0, 0.0]).repeat(-(-size // 4))[:size]
-    keys = random.fold_in(random.key(1), torch.arange(size))
     bottoms = [mlp(len(columns), (8, 8), 2) for columns in table.parties]
     bayes = vfl.HierarchicalBayes(rho=rho)
-    model = vfl.SplitNetwork(bottoms, likelihoods.categorical(2), keys=keys, bayes=bayes).train()
+    model = vfl.SplitNetwork(bottoms, likelihoods.categorical(2), seed=range(size), bayes=bayes).train()
     optimizer = adam(model.parameters())
     replayed = CapturedBound(model.model, model.server.guide, model.variational) if captured else None
     here = rows.to_dtype(model.server.rho.dtype)

@@ -44,7 +44,7 @@ def loss(train: vfl.VerticalData, test: vfl.VerticalData, rounds: int, places: S
         for bottom in bottoms:
             for parameter in bottom.parameters():
                 parameter.zero_()
-    network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+    network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli())
     adam = lambda weights: torch.optim.Adam(weights, lr=0.05)
     server, parties = network.nodes(train, optimizer=adam)
     if places:

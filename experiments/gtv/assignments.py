@@ -137,13 +137,12 @@ def clusters(seed: int) -> list[Found]:
         "Gaussian mixture": discrepancy.gaussian_mixture(data),
         "Laplacian's eigenvectors": eigenvectors[:, :CLUSTERS],
     }
-    key = ft.random.key(seed)
-    labels = {name: clustering.k_means(vectors, CLUSTERS, key) for name, vectors in representations.items()}
-    labels["normalised spectral"] = clustering.spectral(network, CLUSTERS, key)
+    labels = {name: clustering.k_means(vectors, CLUSTERS, seed=seed) for name, vectors in representations.items()}
+    labels["normalised spectral"] = clustering.spectral(network, CLUSTERS, seed=seed)
     labels["all in one"] = torch.zeros(len(data), dtype=torch.int64)
     found = [cluster_error(f"6.8 {name}", data.rows[1], label[stations(data)]) for name, label in labels.items()]
     components = network.components
-    same = clustering.k_means(eigenvectors[:, : components.number], components.number, key)
+    same = clustering.k_means(eigenvectors[:, : components.number], components.number, seed=seed)
     score = adjusted_rand_score(components.labels.numpy(), same.numpy())
     return [*found, Found("6.8 eigenvectors of eigenvalue 0", "Rand index with the components", score, 1.0)]
 

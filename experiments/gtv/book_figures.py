@@ -160,7 +160,7 @@ def edges_and_rounds(seed: int, nodes: int) -> tuple[list[Check], list[dict[str,
     counts[: len(few)] = 20
     at_few = ft.data.FederatedData(tuple(torch.cat(part) for part in zip(*few)), counts, allow_empty=True)
     for p in DENSITIES:
-        network = ft.Network.erdos_renyi(nodes, p, ft.random.fold_in(ft.random.key(seed), 2))
+        network = ft.Network.erdos_renyi(nodes, p, seed=int(ft.random.fold_in(ft.random.key(seed), 2)))
         if network.components.number > 1:
             continue
         line = {"p": p, "edges": len(network.edges), "values sent a round": 6 * len(network.edges)}

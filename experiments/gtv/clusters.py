@@ -38,7 +38,7 @@ class Case(NamedTuple):
     network: ft.Network
     truth: Tensor  # (n, d)
     labels: Tensor  # (n,)
-    key: Tensor
+    seed: int
 
 
 class Outcome(NamedTuple):
@@ -57,8 +57,8 @@ def draw_case(nodes: int, rows: int, between: float, seed: int) -> Case:
     truth = 2 * torch.linalg.qr(ft.random.normal(keys[0], (FEATURES, CLUSTERS), torch.float64)).Q.T[labels]
     x = ft.random.normal(keys[1], (len(labels), rows, FEATURES), torch.float64)
     y = (x * truth[:, None]).sum(2) + NOISE * ft.random.normal(keys[2], (len(labels), rows), torch.float64)
-    network = ft.Network.stochastic_blocks([nodes] * CLUSTERS, WITHIN, between, keys[3])
-    return Case(ft.data.from_tensors(list(zip(x, y))), network, truth, labels, keys[4])
+    network = ft.Network.stochastic_blocks([nodes] * CLUSTERS, WITHIN, between, seed=int(keys[3]))
+    return Case(ft.data.from_tensors(list(zip(x, y))), network, truth, labels, int(keys[4]))
 
 
 def primal_dual_clusters(case: Case) -> Tensor:
@@ -70,8 +70,8 @@ def primal_dual_clusters(case: Case) -> Tensor:
 WAYS: dict[str, Callable[[Case], Tensor]] = {
     "no sharing": lambda case: torch.arange(len(case.labels)),
     "one model": lambda case: torch.zeros_like(case.labels),
-    "k-means": lambda case: clustering.k_means(discrepancy.maximum_likelihood(case.data), CLUSTERS, case.key),
-    "spectral": lambda case: clustering.spectral(case.network, CLUSTERS, case.key),
+    "k-means": lambda case: clustering.k_means(discrepancy.maximum_likelihood(case.data), CLUSTERS, seed=case.seed),
+    "spectral": lambda case: clustering.spectral(case.network, CLUSTERS, seed=case.seed),
     "primal–dual": primal_dual_clusters,
     "true clusters": lambda case: case.labels,
 }

@@ -154,15 +154,14 @@ def single(study: Study) -> Outcome:
 
 def clustered(study: Study) -> Outcome:
     """A model for each cluster (6.3), which k-means, a Gaussian mixture or GTV with ‖w_i − w_j‖ finds."""
-    key = ft.random.key(study.seed)
     count = min(CLUSTERS, len(study.training) // 3)
     vectors = torch.cat((study.places, discrepancy.mean_label(study.training)), 1)
     vectors = (vectors - vectors.mean(0)) / vectors.std(0)
     labels = {
-        "k-means": clustering.k_means(vectors, count, key),
-        "Gaussian mixture": clustering.gaussian_mixture(vectors, count, key),
+        "k-means": clustering.k_means(vectors, count, seed=study.seed),
+        "Gaussian mixture": clustering.gaussian_mixture(vectors, count, seed=study.seed),
         "Gaussian mixture of own fits": clustering.gaussian_mixture(
-            discrepancy.maximum_likelihood(study.training), count, key
+            discrepancy.maximum_likelihood(study.training), count, seed=study.seed
         ),
     }
 

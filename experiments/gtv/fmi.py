@@ -224,7 +224,7 @@ def draw_maps(result: Result) -> dict[str, Figure]:
     """Finland with the network, by one parameter of the stations and by clusters of all of them."""
     network, places = result.network, result.split.coordinates[:, [1, 0]]
     on_map = ft.Network(network.edges, network.weights, len(network), positions=places)
-    groups = clustering.k_means(result.parameters, min(CLUSTERS, len(places)), ft.random.key(0))
+    groups = clustering.k_means(result.parameters, min(CLUSTERS, len(places)), seed=0)
     figures = {
         "gtv_fmi_parameter": ft.plots.network(on_map, result.parameters[:, 0], label="weight of latitude/100 (°C)"),
         "gtv_fmi_clusters": ft.plots.network(on_map, clusters=groups),

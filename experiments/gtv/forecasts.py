@@ -100,7 +100,7 @@ def few_shot(seed: int, stations: int | None) -> Outcome:
     every = list(ft.data.fmi_forecast(torch.float64))[:stations]
     places = torch.stack([x[0, :2] for x, _ in every])
     key, count = ft.random.key(seed), REGIONS if stations is None else 6
-    region = clustering.k_means(places, count, key)
+    region = clustering.k_means(places, count, seed=seed)
     centres = torch.stack([places[region == r].mean(0) for r in range(count)])
     network = ft.Network.k_nearest(centres, 2, great_circle=True)
     known, new = [], []

@@ -189,7 +189,7 @@ def stations(seed: int, number: int | None, rounds: int) -> tuple[dict[tuple[str
     common_edges = len({*map(tuple, first.tolist())} & {*map(tuple, second.tolist())})
     rows["7.6 great circles", "of them in raw degrees too"] = float(common_edges)
     scaled = (vectors - vectors.mean(0)) / vectors.std(0)
-    labels = clustering.gaussian_mixture(scaled, CLUSTERS, key)
+    labels = clustering.gaussian_mixture(scaled, CLUSTERS, seed=seed)
     places = split.coordinates.flip(1)
     drawn = {"searches": searches, "settled": by_prices, "networks": networks, "labels": labels, "places": places}
     return rows, drawn

@@ -264,7 +264,7 @@ def similarity(seed: int, nodes: int) -> list[Check]:
         "Gaussian mixture of features": lambda: discrepancy.distances(discrepancy.gaussian_mixture(numbers)),
         "gradient of a pooled linear model": lambda: discrepancy.distances(discrepancy.pooled_gradient(numbers)),
         "autoencoder's codes": lambda: discrepancy.distances(
-            discrepancy.autoencoder_code(data, ft.random.fold_in(ft.random.key(seed), 3), code=2, hidden=8)
+            discrepancy.autoencoder_code(data, seed=int(ft.random.fold_in(ft.random.key(seed), 3)), code=2, hidden=8)
         ),
         "label sets": lambda: label_sets(data),
         "class shares": lambda: discrepancy.distances(shares),

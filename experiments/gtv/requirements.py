@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         *common.over_seeds("9.3 2000 rows of two classes", [replaced(seed) for seed in seeds]),
         *zero_loss(stations),
     ]
-    found = [fair(seed, 300)[0] for seed in seeds]
+    found = [fair(seed, 100 if options.smoke else 300)[0] for seed in seeds]
     for setting in found[0]:
         rows += common.over_seeds(setting, [each[setting] for each in found])
     common.show_rows("Requirements, label replacement, the attack by a zero loss", rows, ".4g")

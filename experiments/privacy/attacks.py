@@ -65,8 +65,8 @@ def load(seed: int) -> Rows:
 def network(data: vfl.VerticalData, bayes: vfl.HierarchicalBayes | None, seed: int) -> vfl.SplitNetwork:
     """Bottom networks of eight hidden units, summed at the cut layer."""
     bottoms = [mlp(x.shape[1], (8,), 1, activation=nn.Tanh) for x in data.features]
-    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=ft.random.fold_in(ft.random.key(seed),
-                            torch.arange(1)), bayes=bayes)  # fmt: skip
+    start = int(ft.random.fold_in(ft.random.key(seed), 0))
+    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=start, bayes=bayes)
 
 
 def heard(

@@ -29,11 +29,10 @@ def rows_of(size: Size, number: int) -> ft.vfl.VerticalData:
 
 def make(size: Size, device: str) -> Training:
     """A stack of networks with the loaders that it is trained and validated by; a Trainer brings both to its device."""
-    keys = ft.random.fold_in(ft.random.key(0), torch.arange(4))
     network = ft.vfl.SplitNetwork(
         [ft.vfl.mlp(width) for width in COLUMNS],
         ft.vfl.likelihoods.bernoulli(),
-        keys=keys,
+        seed=range(4),
         names=["clinic", "laboratory"],
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
         bayes=ft.vfl.HierarchicalBayes(rho=torch.tensor([0.0, 0.0, 1.0, 1.0])),

@@ -163,7 +163,7 @@ def network(of: Rows, parties: Sequence[Sequence[int]], seed: int, epochs: int, 
     model = vfl.SplitNetwork(
         [TwoBits(bottom) for bottom in bottoms] if bits else bottoms,
         likelihoods.categorical(of.classes),
-        keys=ft.random.fold_in(ft.random.key(seed), torch.arange(1)),
+        seed=int(ft.random.fold_in(ft.random.key(seed), 0)),
         combine=vfl.concatenated,
         top=top,
         widths=[HIDDEN] * len(parties),
@@ -187,7 +187,7 @@ def linear(of: Rows, parties: Sequence[Sequence[int]], seed: int, steps: int) ->
     model = vfl.augmented(likelihoods.categorical(of.classes), predictors, rho=1.0)
     guide = vfl.Guide(vfl.noiseless(), vfl.diagonal())
     data = vertical(of.train, parties)
-    fit = vfl.sfvi(model, guide, data, key=ft.random.key(seed), steps=steps, lr=0.05, progress=False)
+    fit = vfl.sfvi(model, guide, data, seed=seed, steps=steps, lr=0.05, progress=False)
     prediction = fit.predict(vertical(of.test, parties).features, draws=50, noise=False)[0].argmax(0)
     return float((prediction == of.test[1]).double().mean())
 

@@ -111,10 +111,10 @@ def network(
     table: VerticalTable, rhos: Sequence[float], count: int, weight_sd: Tensor | None = None, **arguments: Any
 ) -> vfl.SplitNetwork:
     """Networks of all folds × ρ, which start alike in a fold; ρ = 0 is a plain split network."""
-    keys = random.fold_in(random.key(1), torch.arange(count)).repeat_interleave(len(rhos))
+    seeds = random.fold_in(random.key(1), torch.arange(count)).repeat_interleave(len(rhos)).tolist()
     bayes = vfl.HierarchicalBayes(rho=torch.tensor(rhos).repeat(count), weight_sd=weight_sd)
     bottoms = [mlp(len(columns), (WIDTH, WIDTH), 2) for columns in table.parties]
-    return vfl.SplitNetwork(bottoms, likelihoods.categorical(2), keys=keys, bayes=bayes, **arguments)
+    return vfl.SplitNetwork(bottoms, likelihoods.categorical(2), seed=seeds, bayes=bayes, **arguments)
 
 
 def annealed(steps: int) -> Optimizer:

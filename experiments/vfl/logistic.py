@@ -135,11 +135,9 @@ def variational(
     rows = lambda i: vfl.VerticalData(
         tuple(data.x[i].float().split(width, -1)), data.y[:, i].float().repeat(len(rhos), 1)
     )
-    fit = vfl.sfvi(
-        model, guide, rows(0), key=random.key(seed), steps=size.steps, lr=0.02, size=len(rho), every=size.steps // 5
-    )
+    fit = vfl.sfvi(model, guide, rows(0), seed=seed, steps=size.steps, lr=0.02, size=len(rho), every=size.steps // 5)
     mean, covariance = fit.moments()
-    thetas = fit.sample(random.fold_in(random.key(seed), 9), 200)
+    thetas = fit.sample(200, seed=int(random.fold_in(random.key(seed), 9)))
     noise = torch.zeros(1) if name == "plain" else noise_variance(model)
     own, bare = (log_score(model, thetas, rows(1), noise=v).mean(-1) for v in (noise, 0.0))
     sd = covariance.diagonal(dim1=-2, dim2=-1).sqrt()

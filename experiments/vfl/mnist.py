@@ -86,7 +86,7 @@ def fitted(
     network = vfl.SplitNetwork(
         [bottom(width) for width in widths],
         likelihoods.categorical(CLASSES),
-        keys=ft.random.fold_in(ft.random.key(0), torch.arange(seeds)),
+        seed=ft.random.fold_in(ft.random.key(0), torch.arange(seeds)).tolist(),
         row_dims=[3] * len(widths),
         **arguments,
     )

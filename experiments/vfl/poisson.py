@@ -80,7 +80,7 @@ def variational(
     only over thousands of iterations unless it begins anew."""
     short = steps // 10
     for count in (short, short, steps - 2 * short):
-        fit = vfl.sfvi(model(rho), guide, data, key=random.key(seed), steps=count, lr=0.02, draws=2, start=start)
+        fit = vfl.sfvi(model(rho), guide, data, seed=seed, steps=count, lr=0.02, draws=2, start=start)
         start = fit.parameters
     return fit
 

@@ -94,8 +94,8 @@ def weights(seed: int, smoke: bool) -> dict[str, dict[str, float]]:
     for name, guide in guides.items():
         for concentration in (None, 0.1):
             model = vfl.power(likelihoods.bernoulli(), [vfl.linear(width)] * 2, 1.0, concentration=concentration)
-            fit = vfl.sfvi(model, guide, train, key=random.key(seed), steps=steps, lr=0.02, every=max(1, steps // 5))
-            thetas = fit.sample(random.fold_in(random.key(seed), 9), 200)
+            fit = vfl.sfvi(model, guide, train, seed=seed, steps=steps, lr=0.02, every=max(1, steps // 5))
+            thetas = fit.sample(200, seed=int(random.fold_in(random.key(seed), 9)))
             of = {
                 "held-out log score": float(log_score(model, thetas, test, noise=vfl.noise_variance(model)).mean()),
                 "bound": float(fit.bounds[-1, 0]),
@@ -129,9 +129,7 @@ def sigma(seed: int, smoke: bool) -> dict[str, dict[str, float]]:
         )
         guide = vfl.Guide(vfl.sums(), joint=True)
         steps = 20 if smoke else 4000
-        fit = vfl.sfvi(
-            model, guide, data, key=random.key(seed), steps=steps, lr=0.02, draws=4, every=max(1, steps // 5)
-        )
+        fit = vfl.sfvi(model, guide, data, seed=seed, steps=steps, lr=0.02, draws=4, every=max(1, steps // 5))
         mean, covariance = fit.moments()
         exact, spread = posterior_of_sigma(data, rho)
         found[f"ρ = {rho:g}, σ = 1 in the data"] = {
@@ -154,9 +152,7 @@ def subsampling(seed: int, smoke: bool) -> dict[str, dict[str, float]]:
         )
         guide = vfl.Guide(vfl.sums(skewed=False), joint=True)
         began = time.process_time()
-        fit = vfl.sfvi(
-            model, guide, data, key=random.key(seed), steps=steps, lr=0.02, batch_size=size, every=max(1, steps // 5)
-        )
+        fit = vfl.sfvi(model, guide, data, seed=seed, steps=steps, lr=0.02, batch_size=size, every=max(1, steps // 5))
         seconds = time.process_time() - began
         means, covariance = fit.moments()
         found[f"{size or rows} of {rows} rows an iteration"] = {

@@ -24,6 +24,8 @@ import os
 from typing import Any
 
 STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# A word, which argparse turns into a number; the variable may list threads by nesting.
+THREADS = os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]
 
 
 def add(commands: Any) -> None:
@@ -33,6 +35,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=launch)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="ranks on this machine (default 1)")
     parser.add_argument("--machines", default="1", metavar="N|MIN:MAX", help="that take part (default 1)")
+    parser.add_argument(
+        "--threads", type=int, default=THREADS, metavar="N", help="of torch in a rank (default OMP_NUM_THREADS, or 1)"
+    )
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="so many at most (default 3)")
     parser.add_argument("--at", default="localhost:0", metavar="HOST:PORT", help="where machines meet; one of them")
     parser.add_argument("--id", default="fedtorch", metavar="NAME", help="of the run, the same on all machines")
@@ -65,6 +70,7 @@ def launch(options: argparse.Namespace) -> None:
 
     given = torchrun_arguments(options)
     os.environ[STORE] = "1"
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     try:
         run.main(given)
     except ChildFailedError as error:

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fedtorch.cli._launch import THREADS
 
 
 def add(commands: Any) -> None:
@@ -81,6 +84,9 @@ def _add_site(commands: Any) -> None:
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="of a silent server (default 600)"
+    )
+    join.add_argument(
+        "--threads", type=int, default=THREADS, metavar="N", help="of torch (default OMP_NUM_THREADS, or 1)"
     )
     join.add_argument(
         "--record", type=Path, metavar="FILE", help="the audit record; default: record.jsonl among the states"
@@ -210,16 +216,21 @@ def _run_half(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me = identity.read(options.identity)
-    _say_where(options, me)
+    _begin(options, me)
     dial = partial(transport.connect, options.address, me)
     waits = {"seconds": options.timeout, "timeout": options.timeout}
     traffic = over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
 
 
-def _say_where(options: argparse.Namespace, me: Any) -> None:
+def _begin(options: argparse.Namespace, me: Any) -> None:
+    """Say which site this is, and give torch the threads that were asked for."""
+    import torch
+
+    torch.set_num_threads(options.threads)
     ends = f"{me.ends:%Y-%m-%d}"
     logging.info("connecting to %s as %r, whose certificate ends on %s", options.address, me.name, ends)
+    logging.info("torch uses %d of %d cores; --threads N changes that", options.threads, os.cpu_count() or 1)
 
 
 def _states(options: argparse.Namespace) -> Path:
@@ -234,7 +245,7 @@ def _take_part(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, configuration = identity.read(options.identity), read_configuration(options.data)
-    _say_where(options, me)
+    _begin(options, me)
     dial = partial(transport.connect, options.address, me)
     record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
     ask = _say_yes if options.ask else None

@@ -1,4 +1,4 @@
-"""Data that belongs to many clients: where it comes from, how it is split, how it is stacked.
+"""Data of many clients: sources, partitions and stacking.
 
 >>> import fedtorch as ft
 >>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3, minimum=10), clients=20, seed=0)

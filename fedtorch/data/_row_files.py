@@ -1,4 +1,4 @@
-"""Clients' rows in a safetensors file, of which a round reads those of its clients only."""
+"""Clients' rows in a safetensors file, from which a round reads only its clients' rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COUNTS = "counts"
 
 
 def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[str, Any]) -> None:
-    """Write clients' rows to a safetensors file, which appears whole, and what is known of them.
+    """Write clients' rows and their description to a safetensors file, which gets its name only when complete.
 
     Raises:
         ValueError: rows that are no tuple or dict of tensors, of which the last may be a dict of tensors.
@@ -28,7 +28,7 @@ def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[st
 
 
 def read_rows(file: Path | str) -> dict[str, Any]:
-    """Return the arguments of `FederatedData`: rows that are mapped, and what is known of them.
+    """Return the arguments of `FederatedData`: memory-mapped rows, and their description.
 
     A file of `write_rows` is read once from end to end to compare its digest, in blocks; one of another program is not.
 

@@ -1,11 +1,11 @@
-"""Rows of one field: some of them, and whether they are numbers; checks of how many and whose they are."""
+"""Rows of one field: selection, checks of numbers and of row counts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_ROWS = 2**16  # that are looked at together for NaN and Inf
+_ROWS = 2**16  # rows checked together for NaN and Inf
 _NOT_OF_NUMPY = (torch.bfloat16, torch.complex32)
 
 
@@ -22,9 +22,9 @@ def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
 
 
 def first_not_finite(leaf: Tensor) -> int | None:
-    """Return the first row with NaN or Inf, None if there is none."""
+    """Return the first row with NaN or Inf, None without any."""
     number = leaf.is_floating_point() or leaf.is_complex()
-    if not number or bool(leaf.sum().isfinite()):  # no temporaries; sums of large numbers may overflow
+    if not number or bool(leaf.sum().isfinite()):  # avoids temporaries; sums of large numbers may overflow
         return None
     for start in range(0, len(leaf), _ROWS):
         finite = leaf[start : start + _ROWS].isfinite()
@@ -34,7 +34,7 @@ def first_not_finite(leaf: Tensor) -> int | None:
 
 
 def check_counts(counts: Tensor) -> None:
-    """Refuse counts that are no numbers of rows."""
+    """Raise for counts that are not numbers of rows."""
     if not isinstance(counts, Tensor):
         raise TypeError(f"Expected counts as a tensor (K,) int64, but got {type(counts).__name__}; use torch.tensor")
     if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
@@ -49,7 +49,7 @@ def check_counts(counts: Tensor) -> None:
 
 
 def check_names(names: tuple[str, ...], clients: int) -> None:
-    """Refuse names that are not one for each client, all different."""
+    """Raise unless there is one name for each client, all different."""
     if len(names) != clients:
         raise ValueError(f"Expected {clients} client names, but got {len(names)}; pass one per client")
     if set(map(type, names)) == {str} and len(set(names)) == clients:

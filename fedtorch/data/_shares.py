@@ -26,19 +26,19 @@ def grouped(codes: Tensor, groups: int) -> Tensor:
 
 
 def _shuffled(codes: Tensor, sizes: Tensor, key: Tensor) -> Tensor:
-    """Return the rows class by class, each class of so many in random order, `(total,)`."""
+    """Return the rows class by class, each class in random order, `(total,)`."""
     order = random.permutation(key, len(codes))
-    small = torch.uint8 if len(sizes) <= 2**8 else torch.int32  # the fewer bytes, the more of them are in the cache
+    small = torch.uint8 if len(sizes) <= 2**8 else torch.int32  # smaller elements fit the cache better
     return order[grouped(codes.to(small)[order], len(sizes))]
 
 
 def _places(sizes: Tensor) -> Tensor:
-    """Return 0…n_c−1 of each class, one after another."""
+    """Return 0…n_c−1 for each class, concatenated."""
     return torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
 
 
 def ranks(codes: Tensor, key: Tensor) -> Tensor:
-    """Return the place of each row in a random order of the rows of its class, 0…n_c−1."""
+    """Return the position of each row in a random order of the rows of its class, 0…n_c−1."""
     sizes = codes.bincount()
     return torch.empty_like(codes).scatter_(0, _shuffled(codes, sizes, key), _places(sizes))
 
@@ -48,7 +48,7 @@ def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) ->
     sizes = codes.bincount()
     bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
     order = _shuffled(codes, sizes, random.fold_in(key, 1))
-    part = torch.empty(len(codes), dtype=torch.int32)  # half the bytes to write at random
+    part = torch.empty(len(codes), dtype=torch.int32)  # int32 halves the bytes of random writes
     start = 0
     for bound, size in zip(bounds, sizes.tolist()):
         at = (torch.arange(size).double() + 0.5) / size  # in (0, 1)
@@ -58,7 +58,7 @@ def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) ->
 
 
 def take(codes: Tensor, alphas: Tensor, wanted: Tensor, key: Tensor) -> Tensor:
-    """Give each client as many rows as it wants, by Dirichlet proportions over the classes that have rows left.
+    """Give each client its number of rows, by Dirichlet proportions over the classes that have rows left.
 
     Args:
         codes: `(total,)` classes of the rows.
@@ -70,9 +70,10 @@ def take(codes: Tensor, alphas: Tensor, wanted: Tensor, key: Tensor) -> Tensor:
     left, shares = sizes.numpy().copy(), sizes.double().numpy() / len(codes)
     counts = numpy.zeros((len(wanted), len(sizes)), numpy.int64)
     turns = random.permutation(random.fold_in(key, 1), len(wanted))
-    turns = turns[alphas[turns].sort(stable=True).indices]  # those that want few classes find these not yet taken
+    # clients with few classes come first, while those have rows left
+    turns = turns[alphas[turns].sort(stable=True).indices]
     for client in turns.tolist():
-        # Logarithms of gamma numbers, for those of small shapes round to 0: Γ(a) = Γ(a + 1) U^(1/a).
+        # Logarithms of gamma numbers, because those of small shapes round to 0: Γ(a) = Γ(a + 1) U^(1/a).
         shape = float(alphas[client]) * shares
         log_share = numpy.log(generator.gamma(shape + 1)) + numpy.log1p(-generator.random(len(shape))) / shape
         while (lacking := int(wanted[client]) - counts[client].sum()) > 0:
@@ -113,7 +114,7 @@ def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Ten
 
 
 def _level(counts: Tensor, minimum: int) -> Tensor:
-    """Return the sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
+    """Raise small clients' sizes to `minimum` and lower the largest to one level, so that the total stays the same."""
     total, raised = int(counts.sum()), counts.clamp(min=minimum)
     low, high = minimum, int(raised.max())  # the highest level at which the sizes fit into the total
     while low < high:
@@ -128,7 +129,7 @@ def _level(counts: Tensor, minimum: int) -> Tensor:
 def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
     """Return the number of shards of each label, `clients · count` in all, by the divisor method of Webster.
 
-    Every label has one at least, and no more than there are clients (a client gets a label once) or rows.
+    Every label has at least one, and no more than there are clients (a client gets a label once) or rows.
     """
     labels, shards = len(sizes), clients * count
     if not 1 <= count <= labels:
@@ -156,11 +157,10 @@ def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
 
 
 def deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
-    """Deal shards, `count` of different labels to every client: each shard's client, ordered by label.
+    """Deal shards, `count` of different labels to every client; return each shard's client, ordered by label.
 
-    A label with as many shards left as there are clients left must be taken; the others are drawn without
-    replacement, in proportion to the shards left. This never runs out: no label ever has more shards than
-    there are clients left.
+    A label with as many shards left as clients must be chosen; the others are drawn without replacement, in proportion
+    to their remaining shards. This never runs out: no label ever has more shards than there are clients left.
     """
     draws = random.exponential(key, (clients, len(shards)), torch.float64).numpy()
     left = shards.numpy().astype(numpy.float64)

@@ -1,4 +1,4 @@
-"""Clients and cells that cannot take part, and what of that may be told where rows are not to be seen."""
+"""Errors for clients and cells that cannot take part, with messages for readers who may not see rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 class BadClients(ValueError):
-    """Some clients of a block cannot take part; whoever knows the clients' names adds them to the message.
+    """Some clients of a block cannot take part; the population adds the clients' names to the message.
 
     Args:
         rows: their rows in the block, `(R,)`.
-        message: what was expected and what came.
-        told: the same without what came, for whoever may not see rows; None where nothing may be told.
+        message: the expectation and the value found.
+        told: the same without the value, for readers who may not see rows; None if nothing may be shown.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -28,8 +28,8 @@ class BadCells(ValueError):
     """Raised for cells that a formula cannot use.
 
     Args:
-        message: which cells, with client, row and value.
-        told: the same without these, for whoever may not see rows.
+        message: the cells, with client, row and value.
+        told: the same without these, for readers who may not see rows.
 
     >>> without_rows(BadCells("Expected finite numbers, but got inf in row 3", "its column 'age' has infinite numbers"))
     "its column 'age' has infinite numbers"
@@ -52,8 +52,8 @@ def without_rows(error: BaseException, doing: str = "") -> str:
     """Return the message without rows of an error or its causes, else only its kind.
 
     Args:
-        error: whose own message may have rows in it.
-        doing: goes before the kind, such as "the site failed with ".
+        error: its own message may contain rows.
+        doing: prefix of the kind, such as "the site failed with ".
 
     >>> without_rows(ValueError("Expected finite numbers, but got inf in row 3"), "the site failed with ")
     'the site failed with ValueError; see what it says itself'

@@ -1,9 +1,8 @@
 """Find the files of real data sets.
 
-A file is taken from the folder that the environment variable `FEDTORCH_DATA_DIR` names, if it is there, as
-`<folder>/<file>`; otherwise from the cache, into which it is downloaded once, if its publisher offers it at an
-address of its own. The cache is the operating system's usual one, or the folder that `FEDTORCH_CACHE` names.
-Checksums are verified in every case.
+A file is read from `<folder>/<file>` in the folder named by the environment variable `FEDTORCH_DATA_DIR`, if it exists;
+otherwise from the cache, into which it is downloaded once, if its publisher offers it at its own address. The cache is
+the operating system's usual one, or the folder named by `FEDTORCH_CACHE`. Checksums are verified in every case.
 
 >>> import tempfile
 >>> from unittest import mock
@@ -34,13 +33,13 @@ from fedtorch.data.download import digest, download
 
 def cache_folder() -> Path:
     """Return the folder that downloads go to."""
-    import pooch  # here, because data that is at hand does not need it
+    import pooch  # imported here, because local data do not need it
 
     return Path(os.environ.get("FEDTORCH_CACHE") or pooch.os_cache("fedtorch")).expanduser()
 
 
 def data_sets(*, present: bool = False) -> tuple[DataSet, ...]:
-    """Return all data sets, by name; `present`: those only whose files are at hand, without comparing checksums.
+    """Return all data sets, by name; with `present`, those with local files only, without comparing checksums.
 
     Example:
         >>> import fedtorch as ft
@@ -69,8 +68,7 @@ def path(data_set: DataSet, file: File) -> Path:
 
     Raises:
         ValueError: the file in `FEDTORCH_DATA_DIR` has another checksum.
-        FileNotFoundError: the file is not at hand and could not be downloaded; the message says how to provide
-            it.
+        FileNotFoundError: the file is not local and could not be downloaded; the message explains how to provide it.
     """
     if (given := _given(data_set, file)) is not None:
         if (actual := digest(given)) not in file.sha256:
@@ -90,7 +88,7 @@ def path(data_set: DataSet, file: File) -> Path:
             f"no address for this file alone\n{_instructions(data_set, file)}"
         )
     try:
-        # The checksum decides; the bound only stops a server that sends something else without end.
+        # The checksum decides; the bound only stops a server that sends endless other data.
         download(file.url, cached, file.sha256, max_bytes=2 * file.size + 2**20)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
@@ -101,7 +99,7 @@ def path(data_set: DataSet, file: File) -> Path:
 
 
 def is_present(data_set: DataSet, file: File) -> bool:
-    """Return whether the file is at hand; its checksum is not compared."""
+    """Return whether the file is local; its checksum is not compared."""
     return _given(data_set, file) is not None or (cache_folder() / data_set.folder / file.name).is_file()
 
 

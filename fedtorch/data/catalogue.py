@@ -1,4 +1,4 @@
-"""The data sets that loaders exist for: what they are, whose, under which licence, and in which files.
+"""The data sets with loaders: descriptions, owners, licences, and files.
 
 The catalogue itself is `catalogue.toml` beside this file.
 """
@@ -19,24 +19,24 @@ class File(NamedTuple):
     """
 
     name: str
-    sha256: tuple[str, ...]  # several where copies differ in their packing, the publisher's first
+    sha256: tuple[str, ...]  # several if copies differ in their packing, the publisher's first
     size: int  # bytes, of the publisher's
-    url: str | None = None  # its public address; None where the publisher has none for this file alone
-    note: str = ""  # how to come by it without
+    url: str | None = None  # its public address; None if the publisher has none for this file alone
+    note: str = ""  # how to obtain it otherwise
 
 
 class DataSet(NamedTuple):
-    """A data set and where it comes from; without files it ships inside scikit-learn.
+    """A data set and its source; without files it ships inside scikit-learn.
 
     >>> [data_set.name for data_set in DATA_SETS if not data_set.files]
     ['breast_cancer', 'diabetes', 'digits']
     """
 
-    name: str  # of the loader too
+    name: str  # also of the loader
     what: str
     clients: str
     licence: str
-    page: str  # of the publisher
+    page: str  # the publisher's page
     citation: str
     folder: str = ""  # in FEDTORCH_DATA_DIR and in the cache
     files: tuple[File, ...] = ()
@@ -46,7 +46,7 @@ def describe(name: str) -> DataSet:
     """Return the data set called `name`.
 
     Raises:
-        ValueError: there is none; the message lists those there are.
+        ValueError: unknown name; the message lists the known ones.
 
     >>> describe("digits").licence
     'CC BY 4.0'

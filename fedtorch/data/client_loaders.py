@@ -1,4 +1,4 @@
-"""The loaders of a block of clients, which stand where others have rows, and the passes over them."""
+"""The loaders of a block of clients, in place of rows, and the passes over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedtorch.expected import loaded
 
 
 class NoRows(TypeError):
-    """Rows in tensors are asked for where clients have loaders."""
+    """Raised when tensors of rows are requested from clients with loaders."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class _Numbered(NamedTuple):
 
 
 class ClientLoaders(_Numbered):
-    """The loaders of `K` clients in place of a block of rows: a tree of numbers, which `source` knows the loaders of.
+    """The loaders of `K` clients in place of a block of rows: a tree of numbers that `source` maps to loaders.
 
     >>> import fedtorch as ft
     >>> from torch.utils.data import DataLoader
@@ -41,29 +41,29 @@ class ClientLoaders(_Numbered):
     [tensor([1., 2.], dtype=torch.float64), tensor([3.], dtype=torch.float64)]
     """
 
-    source: Any  # the `FederatedLoaders`, of the class that each makes for its own blocks
+    source: Any  # the `FederatedLoaders`
 
     @property
     def batch(self) -> NoReturn:
-        """Raise TypeError: there are no rows in tensors."""
+        """Raise NoRows: there are no rows in tensors."""
         raise NoRows
 
     @property
     def mask(self) -> NoReturn:
-        """Raise TypeError: there are no rows in tensors."""
+        """Raise NoRows: there are no rows in tensors."""
         raise NoRows
 
     def steps(self, row: int) -> int:
-        """Return the batches of one pass over a client's loader, as far as its length is known."""
+        """Return the batches of one pass over a client's loader, if its length is known."""
         return self.source.steps(int(self.number[row]))
 
     @contextmanager
     def opened(self, row: int, seed: int, apart: bool = False) -> Iterator[Iterable[Any]]:
-        """Give the passes over a client's loader, one for each `iter`; see `FederatedLoaders.batches`.
+        """Yield the passes over a client's loader, one for each `iter`; see `FederatedLoaders.batches`.
 
         Args:
             row: of the client in the block.
-            seed: of all that it draws.
+            seed: of all its random draws.
             apart: whether other clients' loaders are open meanwhile, so that the process's generators are seeded only
                 while a batch is read; or all the time.
 
@@ -90,7 +90,7 @@ class Passes:
         self, loader: Iterable[Any], row: int, device: torch.device, draws: AbstractContextManager[Any]
     ) -> None:
         self._loader, self._row, self._device, self._draws = loader, row, device, draws
-        # Lightning's loader of loaders gives the numbers of batch and loader, too, which a module does not get to see.
+        # Lightning's combined loader also returns the numbers of batch and loader, which a module does not get.
         self._numbered = isinstance(loader, loaded("lightning.pytorch.utilities.combined_loader", "CombinedLoader"))
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,12 +111,12 @@ class Passes:
 
 
 def failed(row: int, what: str, error: Exception) -> BadClients:
-    """Return the error of a client that could not take part, in `row` of its block."""
+    """Return the error for a client that could not take part, in `row` of its block."""
     return BadClients(torch.tensor([row]), f"{what} {type(error).__name__}: {error}")
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device: tensors in lists, tuples and dicts, and what has `to`, as Lightning moves them."""
+    """Return a batch on a device: tensors in lists, tuples and dicts, and objects with `to`, as by Lightning."""
     if device.type == "cpu":
         return batch
     from lightning.fabric.utilities.apply_func import move_data_to_device

@@ -1,9 +1,8 @@
-"""Numbers by which one sees that clients have the rows that they had: how many there are, and a digest.
+"""Counts and digests of clients' rows, which detect accidental changes.
 
-They are for mistakes, and not against somebody who wants to deceive. What is added up are words as long as divide a
-row, in stretches whose order counts, at the speed of memory; a digest of rows that are spread evenly beside it knows
-the order within stretches. So a change of a number is seen always, one of the order within a stretch in small data
-always, in large ones as a rule.
+They detect mistakes, not deception. Words that divide a row are added up, in stretches whose order counts, at the speed
+of memory; in addition a digest of evenly spread rows depends on the order within stretches. A changed number is
+therefore always detected; a changed order within a stretch always in small data, usually in large ones.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0])), (torch.ones(1, 2), torch.ones(1))])
@@ -27,7 +26,7 @@ from fedtorch.data.federated import FederatedData
 from fedtorch.data.loaders import FederatedLoaders
 
 _STRETCH = 512  # words that are added up together
-_SPREAD = 16 * 2**10  # bytes of rows, spread evenly, whose digest is kept beside the sums
+_SPREAD = 16 * 2**10  # bytes of evenly spread rows in the digest
 _WORDS = tuple(np.dtype(kind) for kind in (np.int64, np.int32, np.int16, np.uint8))
 
 Notes = dict[str, Tensor]
@@ -55,7 +54,7 @@ def noted(data: FederatedData | FederatedLoaders, clients: int | None = None) ->
 
 
 def different(before: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
-    """Return in which clients' rows two notes differ, in words; None where they do not, as far as both know."""
+    """Describe the clients whose rows differ between two sets of digests; None without a difference."""
     if "counts" in before and "counts" in now:
         if len(before["counts"]) != len(now["counts"]):
             return f"there are {len(now['counts'])} clients and were {len(before['counts'])}"
@@ -73,7 +72,7 @@ def different(before: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Se
 
 
 def _bytes(leaf: Tensor, total: int) -> np.ndarray:
-    """Return the first rows as they lie in memory, `(total, bytes of a row)`."""
+    """Return the first rows as bytes, `(total, bytes of a row)`."""
     return leaf[:total, None].flatten(1).detach().cpu().contiguous().view(torch.uint8).numpy()
 
 

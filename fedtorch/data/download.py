@@ -1,8 +1,8 @@
-"""One file from a web server, resumed where it was cut short, under its own name only once it is whole.
+"""Resumable download of one file, which gets its name only when it is complete.
 
-The bytes go to `<file>.part`. If the connection breaks, that part stays and the next call asks the server for
-the rest of it only; a server that cannot do so sends everything again. Processes that want the same file wait
-for each other. A link in place of the part is removed, and what it points to stays as it is.
+The bytes go to `<file>.part`. If the connection breaks, the part stays and the next call requests only the rest; a
+server without range requests sends everything again. Processes that want the same file wait for each other. A symbolic
+link in place of the part is removed, and its target is not touched.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def download(
 
     Args:
         url: an http or https address.
-        file: where the file goes; its folder is made. `<file>.part` and `<file>.lock` beside it are ours.
-        sha256: the checksums that are accepted.
-        max_bytes: more than so many bytes are refused.
+        file: the destination; its folder is made. `<file>.part` and `<file>.lock` beside it are used too.
+        sha256: the accepted checksums.
+        max_bytes: a larger file is refused.
         timeout: the longest silence of the server, in seconds.
         deadline: the longest time that one call may take, in seconds.
 
     Raises:
-        ValueError: a file with another checksum, or too large a file; nothing of it is kept.
-        OSError: the server was not reached, refused, was silent, or cut the connection; what has arrived is
-            kept for the next call.
+        ValueError: a wrong checksum, or too large a file; nothing of it stays on disk.
+        OSError: the server was not reached, refused, was silent, or cut the connection; the received part stays for the
+            next call.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")
@@ -75,7 +75,7 @@ def digest(file: Path) -> str:
 
 
 def _ours(part: Path) -> bool:
-    """Return whether a path is a regular file with one name, so that writing to it changes no other file."""
+    """Return whether a path is a regular file without other hard links, so that writing to it changes no other file."""
     status = part.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
@@ -85,7 +85,7 @@ def _no_link(name: str, flags: int) -> int:
 
 
 def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -> bool:
-    """Append to `part` what it lacks, or write it anew; return whether it appended."""
+    """Append the missing bytes to `part`, or write it from the start; return whether it appended."""
     have = part.stat().st_size if part.is_file() else 0
     with _request(url, have, timeout) as response:
         resumed = have > 0 and response.status == 206
@@ -115,7 +115,7 @@ def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -
 
 
 def _request(url: str, have: int, timeout: float) -> HTTPResponse:
-    """Return the server's answer: the bytes from `have` on if it can (status 206), otherwise all of them."""
+    """Request the bytes from `have` on (status 206 if the server supports ranges); return the server's answer."""
     headers = {"User-Agent": "fedtorch", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -123,7 +123,7 @@ def _request(url: str, have: int, timeout: float) -> HTTPResponse:
         response: HTTPResponse = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and have:  # the server's file is not longer than our part
+        if error.code == 416 and have:  # the server's file is not longer than the part
             return _request(url, 0, timeout)
         raise
     except HTTPException as error:

@@ -1,8 +1,8 @@
 """Federated data: the rows of every client, ragged, and as stacked blocks.
 
-Clients hold different numbers of rows. `FederatedData` keeps the rows of all of them concatenated in client
-order, so that a client is a view and nothing is padded until a block of clients is stacked: `buckets` groups
-clients of similar size, which bounds the padding, and every block is `(K, N, ...)` with a count per client.
+Clients have different numbers of rows. `FederatedData` stores the rows of all of them concatenated in client order, so
+that a client is a view and nothing is padded until a block of clients is stacked: `buckets` groups clients of similar
+size, which bounds the padding, and every block is `(K, N, ...)` with a count per client.
 
 >>> import torch
 >>> from fedtorch.data import FederatedData
@@ -54,7 +54,7 @@ class ClientData(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """Return which rows are data, the others being padding, `(K, N)` bool."""
+        """Return which rows are data and not padding, `(K, N)` bool."""
         size = tree.leaves(self.batch)[0].shape[1]
         return torch.arange(size, device=self.count.device) < self.count[:, None]
 
@@ -69,15 +69,14 @@ class FederatedData:
     Args:
         rows: a tree whose leaves are `(total, ...)`, the clients' rows one after the other.
         counts: `(K,)` int64, how many of the rows are each client's.
-        names: the clients' names, `"0"`, `"1"`, … unless given.
+        names: the clients' names; default: `"0"`, `"1"`, ….
         allow_empty: whether a client may have no rows, as in a validation split.
         features: the names of the columns of the first field, x `(total, d)`, where they are known.
-        on_disk: whether rows are looked at for NaN and Inf when they are stacked only, as those of a file are; see
-            `from_file`.
-        design: the formula of which x are the columns, with its encoding; see `from_frame`.
+        on_disk: whether rows are checked for NaN and Inf only when stacked, as for a file; see `from_file`.
+        design: the formula of the columns x, with its encoding; see `from_frame`.
 
     Raises:
-        TypeError: something is not a tensor, or the counts are not int64.
+        TypeError: a field is not a tensor, or the counts are not int64.
         ValueError: no clients; an empty client; numbers of rows that disagree; a NaN or Inf in a float field.
             The message names client, field and row. Also names of features that are not one per column.
     """
@@ -89,8 +88,8 @@ class FederatedData:
     features: tuple[str, ...] = ()
     on_disk: bool = False
     design: Design | None = None
-    absent: Absent | None = None  # what was missing before rows were completed or left out, see `missing`
-    starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
+    absent: Absent | None = None  # missing cells before rows were completed or left out, see `missing`
+    starts: Tensor = field(init=False)  # (K,) int64, first row of each client
 
     def __post_init__(self) -> None:
         check_counts(self.counts)
@@ -156,7 +155,7 @@ class FederatedData:
 
     @property
     def device(self) -> torch.device:
-        """Return where the rows are."""
+        """Return the rows' device."""
         return tree.leaves(self.rows)[0].device
 
     def __len__(self) -> int:
@@ -184,7 +183,7 @@ class FederatedData:
 
         Args:
             ids: of the clients.
-            size: to how many rows each is padded with zeros; default: as many as the largest has.
+            size: number of rows to which each is padded with zeros; default: that of the largest client.
         """
         ids = self._ids(ids)
         counts = self.counts[ids]
@@ -211,10 +210,10 @@ class FederatedData:
         """Return the ids of all clients in groups of similar size, each ascending, the smallest clients first.
 
         Args:
-            max_ratio: a bound on largest / smallest number of rows within a block, at least 1; 1 pads
-                nothing. Clients of equal size are always together.
-            small: a block of up to so many rows, padding included, may exceed the ratio: many tiny blocks cost
-                more than their padding.
+            max_ratio: bound on largest / smallest number of rows within a block, at least 1; 1 pads nothing. Clients of
+                equal size are always together.
+            small: a block of up to this many rows, padding included, may exceed the ratio: many tiny blocks cost more
+                than their padding.
         """
         if not max_ratio >= 1:
             raise ValueError(f"Expected max_ratio >= 1, but got {max_ratio}; 1 groups clients of equal size only")
@@ -246,7 +245,7 @@ class FederatedData:
 
         Args:
             fraction: the part for training, between 0 and 1.
-            seed: of the random split.
+            seed: seed of the random split.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"Expected a fraction between 0 and 1, but got {fraction}; it is the part for training")
@@ -266,7 +265,7 @@ class FederatedData:
         )
 
     def pool(self) -> FederatedData:
-        """Return the rows of all clients in one, called `"pool"`: what a central fit sees."""
+        """Return the rows of all clients in one, called `"pool"`, as for a central fit."""
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def missing(self) -> pandas.DataFrame:
@@ -278,7 +277,7 @@ class FederatedData:
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
         """Apply `function` to the tree of all rows, which it must keep in number and order.
 
-        Names of features and the design go, unless the first field is the same tensor as before.
+        Names of features and the design are dropped, unless the first field is the same tensor as before.
         """
         rows = function(self.rows)
         if tree.leaves(rows)[:1] == [] or tree.leaves(rows)[0] is not tree.leaves(self.rows)[0]:
@@ -290,7 +289,7 @@ class FederatedData:
         return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows), on_disk=False)
 
     def to_file(self, file: Path | str) -> None:
-        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
+        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file."""
         from fedtorch.data._row_files import write_rows
 
         numbered = self.names == tuple(map(str, range(len(self))))
@@ -300,15 +299,15 @@ class FederatedData:
 
     @classmethod
     def from_file(cls, file: Path | str) -> FederatedData:
-        """Return the rows of a safetensors file, which stay there until they are needed.
+        """Return the rows of a safetensors file, which are read on demand.
 
-        `ft.InProcess` reads and prepares those of a round's clients, so that there may be more than memory holds; what
-        makes other rows of them, such as `select`, `split` or `to`, takes them into memory, and so do evaluation and
-        `ft.Distributed`. A client's rows are looked at for NaN and Inf when they are read. The file must stay as it is.
+        `ft.InProcess` reads and prepares the rows of a round's clients, so the data may exceed memory. Operations that
+        make other rows, such as `select`, `split` or `to`, load them into memory, and so do evaluation and
+        `ft.Distributed`. A client's rows are checked for NaN and Inf when they are read. The file must not change.
 
         Args:
-            file: of `to_file`, or of another program: with a tensor `counts` `(K,)` int64, how many rows each client
-                has, and the fields, called `0`, `1`, … for a tuple such as (x, y), or by names for a dict.
+            file: of `to_file`, or of another program: with a tensor `counts` `(K,)` int64, each client's number of
+                rows, and the fields, called `0`, `1`, … for a tuple such as (x, y), or by names for a dict.
 
         Raises:
             ValueError: the file is damaged, or has no counts.

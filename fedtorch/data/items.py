@@ -1,7 +1,7 @@
 """The items of a map-style `torch.utils.data.Dataset`, read when they are needed.
 
-`partition` of such a data set gives every client numbers of items; `read` makes rows of them once, and
-`ft.lazy_loading` in every round anew, so that random transforms stay random.
+`partition` of such a data set gives every client item numbers; `read` turns them into rows once, and `ft.lazy_loading`
+in every round, so that random transforms stay random.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def items(dataset: Any, numbers: Tensor) -> Tree:
 
 
 def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
-    """Read the rows of clients that have numbers of items, once; for evaluation, and where there is room for all.
+    """Read the rows of clients with item numbers, once; for evaluation, and if all rows fit in memory.
 
     Args:
         data: from `partition(dataset, …)`.
@@ -53,7 +53,7 @@ def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's, NumPy's and Python's generators on the CPU, and leave them afterwards as they were."""
+    """Seed torch's, NumPy's and Python's generators on the CPU, and restore them afterwards."""
     before = torch.default_generator.get_state(), python_random.getstate(), np.random.get_state()  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
     python_random.seed(seed)

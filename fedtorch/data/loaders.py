@@ -1,4 +1,4 @@
-"""Clients whose rows stay in loaders of their own: a round reads them batch by batch, as the loaders make them.
+"""Clients whose rows stay in their own loaders: a round reads the loaders' batches.
 
 >>> import torch
 >>> from torch.utils.data import DataLoader, TensorDataset
@@ -40,17 +40,17 @@ _CPU = torch.device("cpu")
 class FederatedLoaders:
     """The loaders of `K` clients, as `from_loaders` and `from_datamodules` make them; a population takes them as data.
 
-    A round reads the batches of its clients, one at a time, and keeps none. Local solvers that go through batches train
-    on them: `ft.lightning_fit` and `ft.gradient_descent`. What needs all rows of a client at once, such as a closed
-    form or a Gibbs sampler, refuses them.
+    A round reads the batches of its clients, one at a time, and stores none. Local solvers with minibatches train on
+    them: `ft.lightning_fit` and `ft.gradient_descent`. Solvers that need all rows of a client at once, such as a closed
+    form or a Gibbs sampler, refuse them.
 
     Args:
         loaders: one for each client, to train on.
         counts: `(K,)` int64, the rows of one pass over each.
         names: of the clients.
-        pad, mask: how ragged batches become tensors; see `from_loaders`.
-        modules: the data modules that the loaders come from, if they come from such.
-        device: where batches are moved to.
+        pad, mask: conversion of ragged batches to tensors; see `from_loaders`.
+        modules: the loaders' data modules, if there are any.
+        device: device of the batches.
 
     Attributes:
         on_disk: rows are read when a round needs them.
@@ -93,14 +93,14 @@ class FederatedLoaders:
 
     @property
     def rows(self) -> NoReturn:
-        """Raise TypeError: there are no rows in tensors."""
+        """Raise NoRows: there are no rows in tensors."""
         raise NoRows
 
     def loader(self, client: int | str, stage: Stage = "fit") -> Any:
         """Return a client's own loader, of one of its data module's stages if it has one.
 
         Raises:
-            ValueError: there is none, no such client or no such stage.
+            ValueError: there is no loader, client or stage of this name.
         """
         number = expected.client_number(client, self.names)
         if stage not in _LOADERS:
@@ -119,7 +119,7 @@ class FederatedLoaders:
 
         Args:
             stage: of the data modules.
-            lengths: the rows of one pass, by client, where these loaders do not tell; see `from_loaders`.
+            lengths: the rows of one pass, by client, if the loaders have no length; see `from_loaders`.
         """
         loaders = {name: self.loader(name, stage) for name in self.names}
         return replace(_made(loaders, lengths or {}, self.pad, self.mask, self.modules), device=self.device)
@@ -127,8 +127,8 @@ class FederatedLoaders:
     def batches(self, client: int | str, seed: int) -> Iterator[Any]:
         """Iterate over one pass of a client's loader, with its random draws from `seed`, on the device of the data.
 
-        Torch's, NumPy's and Python's generators are seeded while a batch is read, and put back after it; those that
-        loader and samplers hold are put back at the end: go through to it, or close it.
+        Torch's, NumPy's and Python's generators are seeded while a batch is read, and restored after it; those of
+        loader and samplers are restored at the end: iterate to the end, or close it.
 
         Raises:
             BadClients: the loader fails, or has no batch.
@@ -143,20 +143,20 @@ class FederatedLoaders:
         return self._known[client]
 
     def stack(self, ids: Tensor | Sequence[int], size: int | None = None) -> ClientLoaders:
-        """Return the loaders of clients `ids` `(C,)` as one block, whatever its `size` would be in rows."""
+        """Return the loaders of clients `ids` `(C,)` as one block, for any `size`."""
         ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
         return self._block(ids, self.counts[ids].to(self.device))
 
     def groups(self, max_ratio: float = 1.5, small: int = 0) -> list[Tensor]:
-        """Return the ids of all clients as one group, for nothing is padded."""
+        """Return the ids of all clients as one group, because nothing is padded."""
         return [torch.arange(len(self))]
 
     def buckets(self, max_ratio: float = 1.5, small: int = 0) -> NoReturn:
-        """Raise TypeError: there are no rows in tensors."""
+        """Raise NoRows: there are no rows in tensors."""
         raise NoRows
 
     def split(self, fraction: float, seed: int) -> NoReturn:
-        """Raise TypeError: there are no rows in tensors."""
+        """Raise NoRows: there are no rows in tensors."""
         raise NoRows
 
     def select(self, ids: Tensor | Sequence[int]) -> FederatedLoaders:
@@ -180,27 +180,27 @@ def from_loaders(
     pad: Tree = None,
     mask: Mapping[Any, Any] | None = None,
 ) -> FederatedLoaders:
-    """Make a client of each `DataLoader`, whose batches are trained on as they are.
+    """Make a client of each `DataLoader`, whose batches are used unchanged.
 
     Its `collate_fn`, samplers, workers and data set stay as they are: items may be lists, None, ragged, any objects. In
-    every round torch's, NumPy's and Python's generators, those of the workers, and generators that loader and samplers
-    hold begin from the client's key, so that a run is the same again, also resumed. Workers end with the client's part
-    in a round.
+    every round torch's, NumPy's and Python's generators, those of the workers, and generators of loader and samplers
+    are seeded from the client's key, so that a run is reproducible, also when resumed. Workers end with the client's
+    part in a round.
 
     Args:
-        loaders: one for each client, by name: a `DataLoader`, or another iterable of batches that begins anew with
-            every `iter`, such as Lightning's `CombinedLoader`.
-        lengths: the rows of one pass, by client, where a loader does not tell, as over an `IterableDataset`. They are
-            the client's weight, and by the loader's batch size where its schedule stands.
-        pad: makes tensors of ragged batches: the value that fills up the rows of each leaf, in the structure of a
-            batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor `(B, ...)`, which stays as it is, or a
-            list of B tensors, which are filled up to the longest of their own batch. `ft.gradient_descent` trains
-            batches together whose shapes then agree, so that a client's numbers do not depend on the others'.
+        loaders: one for each client, by name: a `DataLoader`, or another iterable of batches that restarts with every
+            `iter`, such as Lightning's `CombinedLoader`.
+        lengths: the rows of one pass, by client, if a loader has no length, as over an `IterableDataset`. They are the
+            client's weight, and with the loader's batch size the position in its schedule.
+        pad: makes tensors of ragged batches: the value that pads the rows of each leaf, in the structure of a batch,
+            such as `{"words": 0, "label": -100}`. A leaf is a tensor `(B, ...)`, which is not changed, or a list of B
+            tensors, which are padded to the longest of their own batch. `ft.gradient_descent` trains batches with equal
+            resulting shapes together, so that a client's numbers do not depend on the others'.
         mask: entries that are added to a padded batch: `{"mask": "words"}` adds `mask`, `(B, ...)` bool, which is True
             where `words` has data; `{2: 0}` does so for batches that are tuples.
 
     Raises:
-        TypeError: something is no loader, or can be gone through once only.
+        TypeError: not a loader, or one that can be iterated once only.
         ValueError: a loader without batches, or of unknown length; the message names the client.
 
     Example:
@@ -237,19 +237,19 @@ def from_datamodules(
     pad: Tree = None,
     mask: Mapping[Any, Any] | None = None,
 ) -> FederatedLoaders:
-    """Make a client of each LightningDataModule: it is prepared and set up here, once, and gives its loaders.
+    """Make a client of each LightningDataModule, which is prepared and set up here, once, and provides its loaders.
 
-    `ft.lightning_fit` gives it to the client's Trainer, so that its hooks act and its validation runs where the module
+    `ft.lightning_fit` passes it to the client's Trainer, so that its hooks act and its validation runs if the module
     has a `validation_step`. Its other loaders are those of `FederatedLoaders.for_stage`.
 
     Args:
         modules: one for each client, by name.
         lengths: the rows of one pass, by client; see `from_loaders`.
-        pad, mask: make tensors of ragged batches; see `from_loaders`.
+        pad, mask: conversion of ragged batches to tensors; see `from_loaders`.
 
     Raises:
-        TypeError: something is no data module.
-        ValueError: one has no loader to train on; the message names the client.
+        TypeError: not a data module.
+        ValueError: one has no training loader; the message names the client.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
@@ -279,7 +279,7 @@ def from_datamodules(
 
 
 def _loader_of(module: LightningDataModule, client: str, stage: Stage) -> Any:
-    """Return the loader of a data module, once it is set up for the stage."""
+    """Return the loader of a data module, after setting it up for the stage."""
     from lightning.pytorch import LightningDataModule
 
     name = _LOADERS[stage]
@@ -317,7 +317,7 @@ def _made(
 
 
 def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
-    """Return the rows of one pass over a client's loader."""
+    """Return the number of rows of one pass over a client's loader."""
     if not isinstance(name, str):
         raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
     if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):
@@ -351,7 +351,7 @@ def _known_rows(loader: Any) -> int | None:
     """Return the number of rows of one pass, None where the loader has no length."""
     if not isinstance(loader, DataLoader):
         return None
-    if loader.batch_sampler is None and loader.batch_size is None:  # of rows or of whole batches: it does not say
+    if loader.batch_sampler is None and loader.batch_size is None:  # items may be rows or whole batches
         return None
     if isinstance(loader.batch_sampler, (list, tuple)):
         return sum(len(batch) for batch in loader.batch_sampler)
@@ -368,7 +368,8 @@ def _known_rows(loader: Any) -> int | None:
 def steps_of_pass(loader: Any, count: int) -> int:
     """Return the batches of one pass, by the loader's length or else by its rows and batch size."""
     try:
-        return len(loader if not hasattr(loader, "__next__") else iter(loader))  # which some know once they have begun
+        # some have a length only after their start
+        return len(loader if not hasattr(loader, "__next__") else iter(loader))
     except (TypeError, NotImplementedError):
         size = getattr(loader, "batch_size", None) or 1
         return count // size if getattr(loader, "drop_last", False) else -(-count // size)

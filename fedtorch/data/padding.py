@@ -1,7 +1,7 @@
-"""Batches of several clients as stacks of those that have the same shapes, ragged ones filled up each by itself.
+"""Stacks of several clients' batches with the same shapes; ragged batches are padded separately first.
 
-A batch is filled up to its own longest row, as a `collate_fn` would do it. So what a client trains on, and draws in its
-dropouts, does not depend on the clients beside it.
+A batch is padded to its own longest row, as by a `collate_fn`. A client's training and dropout draws therefore do not
+depend on the clients beside it.
 
 >>> import torch
 >>> batches = [{"words": [torch.tensor([1, 2]), torch.tensor([3])]}, {"words": torch.tensor([[4, 5], [7, 8]])}]
@@ -27,17 +27,17 @@ _ADVICE = "give pad= to from_loaders, or call the loss client by client: batched
 
 
 class NotTensors(TypeError):
-    """A batch has something else than tensors."""
+    """A batch contains something else than tensors."""
 
 
 def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = None) -> list[tuple[list[int], Tree]]:
-    """Return batches in stacks `(K, B, ...)` of those whose shapes agree, with their places.
+    """Return batches in stacks `(K, B, ...)` of equal shapes, with their positions.
 
     Args:
         batches: of some clients.
-        pad: the value that fills up the rows of each leaf, in the structure of a batch; None where a leaf is as it is.
-            None for all: batches of tensors, as they are.
-        mask: what is added: the name or place of a mask, and of the leaf whose data it tells.
+        pad: the padding value of each leaf, in the structure of a batch; None for a leaf that is not padded. None for
+            all: batches of tensors, unchanged.
+        mask: name or position of an added mask, and of the leaf that it describes.
 
     Raises:
         TypeError: a batch is not of tensors, or of another structure than `pad`.
@@ -50,7 +50,7 @@ def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = No
 
 
 def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
-    """Return tensors of as many dimensions in one shape, filled up at their ends."""
+    """Pad tensors of as many dimensions to one shape, at their ends."""
     shape = [max(sizes) for sizes in zip(*(leaf.shape for leaf in leaves))]
     if all(list(leaf.shape) == shape for leaf in leaves):
         return leaves
@@ -61,7 +61,7 @@ def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
 
 
 def _filled(batch: Any, pad: Tree, mask: Mapping[Any, Any]) -> Tree:
-    """Return a batch as tensors, ragged lists filled up, with its masks."""
+    """Return a batch as tensors, with padded lists and their masks."""
     masks = {}
     for name, leaf in mask.items():
         value = _child(batch, leaf, "mask=")
@@ -90,7 +90,7 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
 
 
 def is_dense(leaf: Tensor) -> bool:
-    """Return whether a tensor is neither sparse nor nested, so that its numbers follow each other in memory."""
+    """Return whether a tensor is neither sparse nor nested."""
     return leaf.layout is torch.strided and not leaf.is_nested
 
 

@@ -50,12 +50,12 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
     """Give every row to one client; a client's rows stay in their order.
 
     Args:
-        rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y); or a map-style `Dataset`, of which
-            the clients get numbers of items: `ft.lazy_loading` and `ft.data.read` make rows of them. (One of tensors is
-            as good as its tensors.)
-        partitioner: who gets which row, for example `dirichlet(0.3)`.
-        clients: how many; `by_column` knows it by itself.
-        seed: of the random assignment.
+        rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y); or a map-style `Dataset`. Of a
+            `Dataset` clients get item numbers, which `ft.lazy_loading` and `ft.data.read` turn into rows. (A
+            `TensorDataset` is treated as its tensors.)
+        partitioner: assigns rows to clients, for example `dirichlet(0.3)`.
+        clients: their number; not needed by `by_column`.
+        seed: seed of the random assignment.
 
     Raises:
         ValueError: fields with different numbers of rows, fewer rows than clients, or a client without rows.
@@ -83,7 +83,7 @@ def iid() -> Partitioner:
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         total = _count_rows(rows)
         count = _check_clients(clients, total)
-        assignment = torch.empty(total, dtype=torch.int32)  # half the bytes to write at random
+        assignment = torch.empty(total, dtype=torch.int32)  # int32 halves the bytes of random writes
         dealt = torch.arange(total, dtype=torch.int32).remainder_(count)
         return assignment.scatter_(0, random.permutation(key, total), dealt).to(torch.int64)
 
@@ -101,27 +101,27 @@ def dirichlet(
 ) -> Partitioner:
     r"""Label skew by Dirichlet proportions.
 
-    Without `sizes` the rows of class c are cut by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)` over the clients
-    (Yurochkin et al.), so that sizes differ too. Clients with fewer than `minimum` rows are filled up with random rows
-    of the largest clients.
+    Without `sizes` the rows of class c are split by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)` over the clients
+    (Yurochkin et al.), so clients' sizes differ too. Clients with fewer than `minimum` rows receive random rows of the
+    largest clients.
 
     With `sizes` client k draws its rows by proportions :math:`q_k \sim \mathrm{Dirichlet}(\alpha_k\, p)` over the
-    classes, p being the classes' shares of all rows (Hsu et al.). A class that has no rows left is drawn no more, so
-    that clients at the end may have other proportions than they drew.
+    classes, where p are the classes' shares of all rows (Hsu et al.). A class without rows left is not drawn again, so
+    the last clients may deviate from their proportions.
 
     Args:
-        alpha: the concentration, above 0: near 0 each class goes to one client, or each client has one class, and a
-            large one is nearly iid. With `sizes` also one per client.
+        alpha: the concentration, above 0. Near 0 each class goes to one client or each client has one class; large
+            values are nearly iid. With `sizes` also one value per client.
         label: the index, key or name of the field of classes, integers or booleans `(total,)`; or the classes
-            themselves, as a tensor, array or list of integers, booleans or strings. Rows with several labels have
-            booleans `(total, C)`: each such row counts as one of its labels, drawn at random.
+            themselves, as a tensor, array or list of integers, booleans or strings. Multi-label rows have booleans
+            `(total, C)`; each counts as one of its labels, drawn at random.
         minimum: the least number of rows of a client, at least 1.
         sizes: "equal" (up to one row), or the rows of each client, which add up to all rows.
 
     Raises:
         TypeError: alpha is not a number, or a sequence without `sizes`.
-        ValueError: alpha is not positive and finite; or, when rows come, there is no such field, not one class per
-            row, or the sizes do not add up.
+        ValueError: alpha is not positive and finite; or, in use, the field is missing, has not one class per row, or
+            the sizes do not add up.
 
     >>> data = partition((torch.zeros(9, 1), torch.arange(9) % 3), dirichlet(0.1, sizes="equal"), clients=3, seed=0)
     >>> data.counts
@@ -148,8 +148,7 @@ def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
 
     Args:
         alpha: the concentration, above 0: a small one gives few clients most of the rows.
-        minimum: the least number of rows of a client, at least 1; smaller ones are filled up from the
-            largest.
+        minimum: the least number of rows of a client, at least 1; smaller clients receive rows of the largest.
 
     >>> data = partition(torch.zeros(1000, 2), quantity_skew(0.3, minimum=10), clients=5, seed=0)
     >>> int(data.counts.sum()), int(data.counts.min()) >= 10
@@ -231,8 +230,8 @@ def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Te
 
     Args:
         x: the features.
-        parties: a number of parties, for consecutive columns in parts of equal size (up to one), or the
-            columns of each party; columns that nobody is given are left out.
+        parties: a number of parties, for consecutive columns in parts of equal size (up to one), or the columns of each
+            party; unlisted columns are left out.
 
     Returns:
         One tensor `(..., d_p)` per party.
@@ -303,8 +302,8 @@ def _check_sizes(sizes: Sizes, total: int, clients: int, minimum: int) -> Tensor
 
 
 def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor, key: Tensor | None = None) -> Tensor:
-    """Return the classes of the rows as codes 0…C−1, each of them present; with a key rows may have several labels."""
-    if isinstance(label, list) or getattr(label, "shape", ()) != ():  # of NumPy's numbers it is ()
+    """Return classes as codes 0…C−1, each present; with a key, draw one label for each multi-label row."""
+    if isinstance(label, list) or getattr(label, "shape", ()) != ():  # NumPy scalars have shape ()
         return _codes(_one_label(label, key), _count_rows(rows))
     try:
         values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
@@ -324,7 +323,7 @@ def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor, key: Tensor | 
 
 
 def _one_label(values: Any, key: Tensor | None) -> Any:
-    """Return one of the labels of each row, drawn at random, where rows have booleans `(total, C)`; −1 has none."""
+    """Draw one label of each multi-label row, booleans `(total, C)`; −1 for rows without a label."""
     several = torch.as_tensor(values) if getattr(values, "ndim", 1) == 2 else None
     if key is None or several is None or several.dtype != torch.bool:
         return values
@@ -333,7 +332,7 @@ def _one_label(values: Any, key: Tensor | None) -> Any:
 
 
 def _codes(values: Any, total: int) -> Tensor:
-    """Return the place of every value among the distinct ones in sorted order, `(total,)` int64."""
+    """Return the rank of every value among the distinct sorted values, `(total,)` int64."""
     column = values.detach().cpu().numpy() if isinstance(values, Tensor) else numpy.asarray(values)
     if column.shape != (total,):
         raise ValueError(f"Expected one value per row, shape ({total},), but got shape {column.shape}")
@@ -341,7 +340,7 @@ def _codes(values: Any, total: int) -> Tensor:
         raise ValueError("Expected a value for every row, but got NaN; leave such rows out")
     try:
         codes = numpy.unique(column, return_inverse=True)[1]
-    except TypeError as error:  # of None among texts, which have no order
+    except TypeError as error:  # None and strings have no common order
         raise ValueError(
             f"Expected values of one kind, integers, booleans or strings, but got others ({error}); leave rows "
             "without a value out"

@@ -1,4 +1,4 @@
-"""A loader whose own generators begin from a seed, and which leaves no workers behind."""
+"""A loader whose own generators are seeded, and whose workers end with the context."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedtorch.data.items import seeded
 
 @contextmanager
 def seeded_loader(loader: Any, seed: int) -> Iterator[Any]:
-    """Give a loader whose generators, and those of its samplers, begin from `seed`; they are put back at the end.
+    """Yield a loader whose generators, and those of its samplers, are seeded; restore them at the end.
 
-    Generators of the process are the caller's: samplers and workers that have no generator of their own draw from
-    torch's. Workers that persist end with the context, for what they have drawn would reach into later rounds.
+    Generators of the process are the caller's: samplers and workers without their own generator draw from torch's.
+    Persistent workers end with the context, because their draws would affect later rounds.
 
     Args:
         loader: of one client.
-        seed: of all of its generators, each in a stream of its own.
+        seed: of all of its generators, each in a separate stream.
     """
     with ExitStack() as after:
         for place, generator in enumerate(_generators(loader)):
@@ -38,7 +38,7 @@ def seeded_loader(loader: Any, seed: int) -> Iterator[Any]:
 
 
 class Draws:
-    """The draws of one client from the process's generators, which it has to itself inside of `with`.
+    """One client's random draws from the process's generators, which it uses alone inside of `with`.
 
     Args:
         seed: of torch's, NumPy's and Python's generators on the CPU.

@@ -1,4 +1,4 @@
-"""From what users have to `FederatedData`: lists of tensors, torch data sets and loaders; `frames` has data frames.
+"""`FederatedData` from lists of tensors, torch data sets and loaders; `frames` has data frames.
 
 >>> import torch
 >>> from fedtorch.data import from_tensors
@@ -67,10 +67,10 @@ def from_tensors(
 def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -> FederatedData:
     """Make a client of each torch `Dataset` (map-style or iterable) or `DataLoader`, read in full and in order.
 
-    Items are what `torch.utils.data.default_collate` can stack: tuples such as (x, y), or dicts, of tensors,
-    arrays and numbers. Of a `DataLoader` only its `.dataset` is read: batch size, shuffling, `drop_last` and
-    workers are ignored, for a local solver makes its own minibatches; a loader that draws a subset or
-    collates in its own way is refused. A random transform is applied once, here.
+    Items are those of `torch.utils.data.default_collate`: tuples such as (x, y), or dicts, of tensors, arrays and
+    numbers. Only the `.dataset` of a `DataLoader` is used: batch size, shuffling, `drop_last` and workers are ignored,
+    because a local solver makes its own minibatches; a loader with a subset or its own collation is refused. A random
+    transform is applied once, here.
 
     Args:
         datasets: one per client.
@@ -79,7 +79,7 @@ def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -
     Raises:
         TypeError: a data set has no length and is not iterable, or a loader with its own sampler or
             `collate_fn`.
-        ValueError: an empty data set, or items that do not stack; and what `from_tensors` raises.
+        ValueError: an empty data set, or items that cannot be stacked; and the errors of `from_tensors`.
 
     >>> north = TensorDataset(torch.zeros(3, 2), torch.zeros(3))
     >>> south = DataLoader(TensorDataset(torch.ones(5, 2), torch.ones(5)), batch_size=2)
@@ -97,7 +97,7 @@ def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
 
     Args:
         value: a tree of tensors and arrays.
-        where: what messages add to the field, such as `" of client 'a'"`.
+        where: suffix of the field in messages, such as `" of client 'a'"`.
         path: the name of this leaf so far.
 
     >>> as_tensors({"x": numpy.ones((2, 1)), "y": torch.tensor([3, 4])})
@@ -193,7 +193,7 @@ def stack_items(items: list[Any], where: str = "") -> Tree:
     """Return items of a data set as one tree `(n, ...)`.
 
     Raises:
-        ValueError: they do not stack.
+        ValueError: they cannot be stacked.
 
     >>> stack_items([(torch.ones(2), 5), (torch.zeros(2), 7)])
     (tensor([[1., 1.],
@@ -209,7 +209,7 @@ def stack_items(items: list[Any], where: str = "") -> Tree:
 
 
 def as_rows(value: Any) -> Tree:
-    """Return tensors and arrays as `as_tensors`; a map-style data set of anything else as the numbers of its items.
+    """Return tensors and arrays as by `as_tensors`; a map-style data set of anything else as its item numbers.
 
     >>> tensors = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
     >>> as_rows(torch.utils.data.ConcatDataset([tensors, tensors]))  # items are read later
@@ -224,7 +224,7 @@ def as_rows(value: Any) -> Tree:
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Return the tensors of a `TensorDataset`, or of subsets of one, without reading item by item."""
+    """Return the tensors of a `TensorDataset`, or of subsets of one, without reading single items."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
@@ -233,7 +233,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def _tuples(node: Any) -> Any:
-    """Return collated items with the lists, into which `default_collate` turns tuples, turned back."""
+    """Turn the lists that `default_collate` makes of tuples back into tuples."""
     if isinstance(node, dict):
         return {name: _tuples(child) for name, child in node.items()}
     if isinstance(node, list):

@@ -1,1 +1,1 @@
-"""Federations: the contract of algorithms, and who computes what, who hears whom, where it runs, round by round."""
+"""Federations: the interface of algorithms, exchanges, populations and runs."""

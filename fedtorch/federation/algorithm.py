@@ -1,13 +1,13 @@
-"""The contract: what an algorithm is. Read this file first.
+"""The interface of algorithms. Read this file first.
 
 An *algorithm* is a value of pure functions. In a communication round the server's `outbox` is scattered by the
 `exchange` to the clients of the cohort, each runs `client` on its own data, their messages are gathered, and `server`
 takes the aggregate. The client axis is a batch dimension: every per-client tensor is `(K, ...)`, one client is `K = 1`
 and an empty block `K = 0`, so an algorithm is written once and runs stacked, in chunks, over ranks and elsewhere.
 
-Functions must not change their arguments in place: inboxes, states and data may be views of what others hold.
+Functions must not change their arguments in place: inboxes, states and data may be views of shared memory.
 
-An algorithm of one's own, whose server takes the plain mean of what its clients have solved:
+A user-defined algorithm whose server averages its clients' solutions:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithm import check_solver, identity, solved_by
@@ -53,7 +53,7 @@ from fedtorch.tree import Tree
 
 
 class Reply(NamedTuple):
-    """Hold what `Algorithm.client` returns for `K` clients.
+    """Return value of `Algorithm.client` for `K` clients.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -61,13 +61,13 @@ class Reply(NamedTuple):
         torch.Size([2, 3])
     """
 
-    message: Tree  # its nodes are Mean or Sum; None where nothing is fresh
+    message: Tree  # its nodes are Mean or Sum; None without a message
     state: Tree  # (K, ...) never leaves the client
     info: dict[str, Tensor]  # (K,) each, diagnostics for the log; no algorithm reads them
 
 
 class Quadratic(NamedTuple):
-    r"""Hold what is added to a client's loss for the others: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`.
+    r"""Quadratic term added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -85,7 +85,7 @@ class Quadratic(NamedTuple):
 
 
 class Local(NamedTuple):
-    """Hold what a local solver returns for `K` clients.
+    """Return value of a local solver for `K` clients.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -99,8 +99,8 @@ class Local(NamedTuple):
     """
 
     parameters: Tree  # (K, ...)
-    state: Tree  # (K, ...) what it keeps for the next round
-    lr_sum: Tensor  # (K,) the sum of the learning rates of the steps taken
+    state: Tree  # (K, ...) state for the next round
+    lr_sum: Tensor  # (K,) sum of the learning rates over steps
     info: dict[str, Tensor]  # (K,) each
 
 
@@ -129,18 +129,19 @@ class LocalSolver:
 
     Attributes:
         solve: the solver itself, on stacked clients.
-        parameters: where training starts, one client's tree `{name: tensor}`.
+        parameters: start of training, one client's tree `{name: tensor}`.
         init: parameters -> one client's solver state (optimiser moments, schedule position, buffers).
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, in evaluation mode.
         tensors: (parameters, solver state) -> all tensors that a client predicts with, buffers included.
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
-        module: the `nn.Module` whose parameters these are, a copy of its own.
-        settings: what the solver was built with, by name.
-        statistics: prepared data -> `SufficientStatistics`, of a solver that has them and where nobody may ask more of
-            the rows; None where others make them of the rows.
-        budget: what its rounds spend, where it protects the rows it trains on.
-        schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
-        family: of responses whose mean negative log-likelihood it minimises; "gaussian": the mean squared error.
+        module: the `nn.Module` of these parameters, a private copy.
+        settings: the solver's arguments, by name.
+        statistics: prepared data -> `SufficientStatistics`, if the solver has them and they are the only permitted use
+            of rows; None if they are computed from the rows.
+        budget: the privacy budget of its rounds, if it protects the rows it trains on.
+        schedule: its learning rates and minibatches; None if it ignores `rates` and `limit` of a turn.
+        family: distribution of responses whose mean negative log-likelihood it minimises; "gaussian": the mean squared
+            error.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -192,30 +193,31 @@ def identity(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Describe a federated algorithm; vary one by `algorithm | wrapper`, see `Wrapper`, or `dataclasses.replace`.
+    """A federated algorithm; vary one by `algorithm | wrapper`, see `Wrapper`, or `dataclasses.replace`.
 
     Attributes:
         init: (parameters, number of clients) -> (server state, one client's state).
-        outbox: server state -> what is sent out.
+        outbox: server state -> broadcast.
         client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
-        server: (server state, aggregate, key) -> server state; not called when nobody answers. The aggregate comes in
-            the dtypes of the messages, but for whole numbers, whose sums and means are float64.
+        server: (server state, aggregate, key) -> server state; not called without answers. The aggregate has the dtypes
+            of the messages, except integers, whose sums and means are float64.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
-        exchange: who hears whom, and how messages add up.
+        exchange: routing and aggregation of messages.
         prepare: data -> data, once per block.
-        told: what clients tell for good, such as a control variate, a site or a model on a graph; None for nothing.
-        report: server state -> what the history tells of it after every round, numbers by name.
-        settings: what the algorithm was built with, by name, for fingerprints and loggers.
-        start: parameters to start from, where a run is given none.
+        told: persistent contributions of clients, such as control variates, sites or models on a graph; None without
+            any.
+        report: server state -> numbers for the history after every round, by name.
+        settings: the algorithm's arguments, by name, for fingerprints and loggers.
+        start: default start parameters.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, for evaluation.
-        module: whose copies `client_module` and `global_module` return.
-        budget: what its rounds spend; a run asks it before every round.
-        schedule: that of the clients' local solver; None where they have none.
-        weight: data -> `(K,)` weights of messages in a `Mean`; a server holds numbers of rows against those that sites
-            say they have. None where messages have others.
+        module: module for `client_module` and `global_module`, which return copies.
+        budget: privacy budget of its rounds, which a run checks before every round.
+        schedule: of the clients' local solver; None without one.
+        weight: data -> `(K,)` weights of messages in a `Mean`; a server compares numbers of rows with those reported by
+            sites. None if messages have others.
         wrapped: stages of the wrappers that have been applied, by name, the innermost first.
-        posterior: what a fit can answer, such as named quantities, of which `Run.summary` makes a table: the algorithm
-            alone knows what its server's state says, and how surely. None where there are parameters only.
+        posterior: post-fit queries, such as named quantities for `Run.summary`: only the algorithm can interpret its
+            server's state. None if there are parameters only.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -248,7 +250,7 @@ class Algorithm:
         return one_line(partial(method, self.settings))
 
     def __or__(self, wrapper: Callable[[Algorithm], Algorithm]) -> Algorithm:
-        """Return the algorithm wrapped, the left wrapper innermost; see `fedtorch.federation.wrapper`."""
+        """Return the wrapped algorithm, the left wrapper innermost; see `fedtorch.federation.wrapper`."""
         if not (callable(wrapper) and hasattr(wrapper, "stage")):
             kind = getattr(wrapper, "__qualname__", type(wrapper).__qualname__)
             raise TypeError(
@@ -292,7 +294,7 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
         )
         parameters = _as_sent(algorithm, parameters)
         expected.like(parameters, algorithm.start, "parameter", advice)
-        parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
+        parameters = tree.map(lambda start, new: new.to(start.dtype), algorithm.start, parameters)
     for name, leaf in tree.items(parameters):
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
@@ -300,17 +302,17 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
 
 
 def _as_sent(algorithm: Algorithm, parameters: Tree) -> Tree:
-    """Return parameters with the buffers of a module that began at infinity or NaN in parts, as they are averaged."""
+    """Return parameters in the averaged form, in which buffers with infinite or NaN entries are in two parts."""
     start = algorithm.start
     if algorithm.module is None or not isinstance(parameters, dict) or not isinstance(start, dict):
         return parameters
-    parted = [n for n, own in algorithm.module.named_buffers() if n in start and start[n].shape != own.shape]
-    own = {name: leaf for name, leaf in parameters.items() if name in parted and leaf.shape != start[name].shape}
-    return {**parameters, **{name: functional.finite_parts(leaf) for name, leaf in own.items()}}
+    parted = [n for n, original in algorithm.module.named_buffers() if n in start and start[n].shape != original.shape]
+    unparted = {name: leaf for name, leaf in parameters.items() if name in parted and leaf.shape != start[name].shape}
+    return {**parameters, **{name: functional.finite_parts(leaf) for name, leaf in unparted.items()}}
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
-    """Return the total of what clients tell while all of them are in their initial `state`.
+    """Return the total of the persistent contributions with all clients in their initial `state`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -327,7 +329,7 @@ def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
 
 
 def begun(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
-    """Return (the server's state, one client's state) before the first round, with the total of what clients tell.
+    """Return (server state, one client's state) before the first round, with the total of contributions.
 
     Example:
         >>> import torch, fedtorch as ft

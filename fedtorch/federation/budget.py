@@ -1,4 +1,4 @@
-"""Budget of releases, which a run asks before every round."""
+"""Privacy budget, which a run checks before every round."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Need(NamedTuple):
-    """Say how messages have to be carried for a guarantee to hold."""
+    """Transport of messages that a guarantee needs."""
 
-    clients: int  # of every sum that anybody can see, at least
+    clients: int  # least number of clients in every sum that anybody can see
     noise: float  # the size of a share of noise, which rounding under masks must not coarsen
     what: str  # needs it
 
 
 class Budget(Protocol):
-    """Hold what may be told of the clients, and what has been: asked before every round, and never given back.
+    """Privacy budget: permitted and spent disclosure, checked before every round and never refunded.
 
-    A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
+    A run also treats it as a recorder, so that a checkpoint contains the amount spent when it was written.
     """
 
     @property
@@ -29,28 +29,28 @@ class Budget(Protocol):
 
     @property
     def need(self) -> Need | None:
-        """Return how messages have to be carried for what it counts to hold; None where that does not matter."""
+        """Return the transport that the guarantee needs; None if any will do."""
         ...
 
     @property
     def lasting(self) -> bool:
-        """Return whether what is spent outlives the process, of noise that nobody can compute."""
+        """Return whether the record survives the process and the noise is unpredictable."""
         ...
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Return the cohort of a run that was given `cohort`; raise where that cannot be accounted for."""
+        """Return the cohort for a run with `cohort`; raise if that one cannot be accounted for."""
         ...
 
     def allows(self) -> bool:
-        """Return whether another round may begin; a loop over rounds ends where it may not."""
+        """Return whether the budget has room for another round; otherwise the run ends."""
         ...
 
     def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
-        """Count a round, before anything of it is computed; raise where it may not begin.
+        """Record a round before any of it is computed; raise if it exceeds the budget.
 
         Args:
             round: rounds done before.
-            asked: ids of the clients that are asked, None for all.
+            asked: ids of the clients asked, None for all.
             keys: `(M,)` that they draw with in this round.
         """
         ...
@@ -59,25 +59,25 @@ class Budget(Protocol):
         """Have the budgets of a search's other settings spend from this one's ledger, where all releases add up.
 
         Raises:
-            ValueError: their epsilons do not add up in one ledger, or so many rounds of all, this one too, cost more
-                than the budget allows.
+            ValueError: the epsilons do not add up in one ledger, or the rounds of all together cost more than the
+                budget.
         """
         ...
 
     def report(self) -> Mapping[str, float]:
-        """Return what the history tells of it after every round."""
+        """Return the values for the history after every round."""
         ...
 
     def record(self, round: Any) -> None:
-        """Take in a round that is done."""
+        """Record a finished round."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what has been spent, flat."""
+        """Return the state of spending, flat."""
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Refuse a checkpoint that knows of more than has been written down."""
+        """Refuse a checkpoint that contains more spending than the record."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""What leaves a client or a site in a run, field by field, as it follows from the messages themselves.
+"""Disclosed fields of a client or a site in a run, derived from the messages themselves.
 
-A message is a tree of `Mean`, `Sum` and rows. Of whom a field is, a client, a site or a sum over sites under masks,
+A message is a tree of `Mean`, `Sum` and rows. Whether a field is a client's, a site's or a sum over sites under masks
 follows from the exchange and the carry; whether it is exact, rounded or noised from the carry and the budget. Only the
-worst that can be learnt is written, beside the type of the message, by `tells` or `Told.learns`. A message without one
-is `UNDECLARED`: whoever reads it has the exact values of a client.
+worst possible inference is declared, with the type of the message, by `tells` or `Told.learns`. A message without a
+declaration is `UNDECLARED`: its readers have the exact values of a client.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
@@ -42,9 +42,10 @@ def of_reply(algorithm: Algorithm, carry: Carry, reply: Reply, at_sites: bool = 
     """Return the fields of an answer to a round.
 
     Args:
-        algorithm: as a run has it, before its messages are carried.
-        carry: how they are.
-        reply: of any clients `(K, ...)`, also of none: what they send is `Sent` where they tell something for good.
+        algorithm: the run's, without changes for the transport.
+        carry: transport of its messages.
+        reply: an answer of any clients `(K, ...)`, or none; its message is `Sent` for algorithms with persistent
+            contributions.
         at_sites: whether sites add up their clients' messages first, where the exchange adds them up.
     """
     exchange, budget = algorithm.exchange, algorithm.budget
@@ -72,7 +73,7 @@ def of_reply(algorithm: Algorithm, carry: Carry, reply: Reply, at_sites: bool = 
 class _Leaf(NamedTuple):
     path: str
     tensor: Tensor
-    is_value: bool  # and no weight of a mean
+    is_value: bool  # and not the weight of a mean
     learns: Learns
 
 

@@ -1,8 +1,8 @@
-"""Clients join a run that was begun without them: what the server's state is then.
+"""The server's state when clients join a run that was started without them.
 
-It is that of a run which has had them from the beginning and has never asked them. Clients that join are numbered after
-those that were there and are in the initial state. Totals grow by what they tell, and what `Algorithm.init` makes of
-the number of clients becomes what it makes of the new one.
+The state equals that of a run which has had these clients from its start and has never asked them. Joining clients are
+numbered after the others and are in the initial state. Totals grow by their contributions, and parts that
+`Algorithm.init` derives from the number of clients are derived from the new number.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import sum_over
 from fedtorch.tree import Tree
 
-_TOTAL = "total"  # the field of a server's state of what clients tell for good
+_TOTAL = "total"  # the state's field with the total of contributions
 _PREFIX = f"server.{_TOTAL}"
 
 Begin = Callable[[int], tuple[Tree, Tree]]  # clients -> (the server's state, one client's state) before the first round
 
 
 def joined(algorithm: Algorithm, begin: Begin, flat: Mapping[str, Tensor], before: int, now: int) -> Tree:
-    """Return the server's state of a checkpoint of `before` clients, as it is with `now`; see `adds` for totals.
+    """Convert the server's state of a checkpoint with `before` clients to `now` clients; see `adds` for totals.
 
     Raises:
-        ValueError: it depends on who the clients are in another way, or a privacy budget does.
+        ValueError: the state depends on the clients in another way, or a privacy budget does.
     """
     if algorithm.budget is not None and not algorithm.budget.lasting:
         raise ValueError(
@@ -55,13 +55,13 @@ def joined(algorithm: Algorithm, begin: Begin, flat: Mapping[str, Tensor], befor
 
 
 def adds(server: Tree, flat: Mapping[str, Tensor]) -> bool:
-    """Return whether a server's total is a sum over all clients, or nothing; one for each of them is made anew."""
+    """Return whether a server's total is a sum over all clients, or absent; a total per client is recomputed."""
     total = tree.flatten(getattr(server, _TOTAL, None), _PREFIX)
     return all(flat[name].shape == leaf.shape for name, leaf in total.items())
 
 
 def _earlier(begin: Begin, clients: int) -> dict[str, Tensor]:
-    """Return what the server's state began with of fewer clients, flat."""
+    """Return the server's initial state with fewer clients, flat."""
     try:
         return tree.flatten(tree.to(begin(clients)[0], "cpu"), "server")
     except ValueError as error:
@@ -71,7 +71,7 @@ def _earlier(begin: Begin, clients: int) -> dict[str, Tensor]:
 
 
 def _moved(name: str, loaded: Tensor, new: Tensor, before: Tensor) -> Tensor:
-    """Return a tensor of the server: as it is, or anew where it says how many clients there are."""
+    """Return a tensor of the server: unchanged, or recomputed if it depends on the number of clients."""
     if torch.equal(before, new):
         return loaded
     if torch.equal(loaded, before):
@@ -83,7 +83,7 @@ def _moved(name: str, loaded: Tensor, new: Tensor, before: Tensor) -> Tensor:
 
 
 def _with_rows(name: str, loaded: Tensor, new: Tensor, before: int) -> Tensor:
-    """Return a tensor that has a row for each client, with those of clients that join."""
+    """Extend a tensor that has a row for each client by the rows of joining clients."""
     if loaded.ndim == 0 or len(loaded) != before or loaded.shape[1:] != new.shape[1:]:
         raise ValueError(
             f"Expected a server whose state has a row for each client, or nothing of any, but {name!r} is "

@@ -13,15 +13,15 @@ from fedtorch.optimisers import options
 
 
 class LocalOptimizer(NamedTuple):
-    """Hold what is known of one optimiser of a client.
+    """Description of one optimiser of a client.
 
     Attributes:
         kind: the name of its class.
-        name: of its scheduler, where the module gives it one.
+        name: name of its scheduler, if the module sets one.
         scheduled: whether it has a scheduler.
         groups: the hyperparameters of each parameter group, means over clients.
-        settings: what it and its scheduler were made with, by name; a value that differs between clients is text, from
-            those of the client with the fewest steps to those of the one with the most. Empty where not known.
+        settings: arguments of it and its scheduler, by name; values that differ between clients are text, from those of
+            the client with the fewest steps to those of the one with the most. Empty if unknown.
     """
 
     kind: str
@@ -33,15 +33,15 @@ class LocalOptimizer(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSchedule:
-    """Describe the learning rates of a local solver, which follows those of a `Turn` where it holds any.
+    """Learning rates of a local solver, which a `Turn` with rates overrides.
 
     Attributes:
-        rounds: how many a run has, as the solver was told; None for any number.
-        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs, `(K,)`.
+        rounds: number of rounds of a run, as passed to the solver; None for any number.
+        batches: rows of clients `(K,)` -> minibatches per epoch, `(K,)`.
         at: (minibatches of an epoch of clients `(K,)`, rounds done) -> their optimisers as the next round finds them.
         takes_limit: whether the minibatches of an epoch can be limited by a `Turn`.
         slow: whether `at` starts Trainers.
-        takes_share: whether clients can do a share of their work, as a `Turn` says.
+        takes_share: whether clients support a share of their work, as in `Turn`.
     """
 
     rounds: int | None
@@ -53,7 +53,7 @@ class LocalSchedule:
 
 
 def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: str) -> None:
-    """Raise ValueError unless a run of so many rounds (None: not known) is as long as schedules, if there are any.
+    """Raise ValueError unless a run of this many rounds (None: unknown) matches the length of the schedules.
 
     Example:
         >>> schedule = LocalSchedule(50, batches=lambda count: count, at=lambda batches, round: [])
@@ -69,7 +69,7 @@ def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: st
 
 
 def check_round(schedule: LocalSchedule | None, round: int) -> None:
-    """Raise ValueError if schedules, if there are any, end before the round of that number, the first being 1.
+    """Raise ValueError if schedules end before the round of this number, the first being 1.
 
     Example:
         >>> schedule = LocalSchedule(5, batches=lambda count: count, at=lambda batches, round: [])
@@ -86,7 +86,7 @@ def check_round(schedule: LocalSchedule | None, round: int) -> None:
 
 
 def mean_groups(groups: Sequence[Sequence[Mapping[str, Any]]], clients: Sequence[int]) -> list[dict[str, Any]]:
-    """Return means of hyperparameters, of as many clients each; what is no number is that of the first.
+    """Return means of hyperparameters over groups with numbers of clients; non-numbers are the first group's.
 
     Example:
         >>> mean_groups([[{"lr": 1.0, "betas": (0.9, 0.99)}], [{"lr": 4.0, "betas": (0.9, 0.99)}]], clients=[2, 1])
@@ -111,11 +111,11 @@ def local_schedule(
     rounds: int | None,
     takes_limit: bool = True,
 ) -> LocalSchedule:
-    """Return what is known of the learning rates of a solver on stacked clients.
+    """Build the description of a solver's learning rates on stacked clients.
 
     Args:
         configured: steps of a round -> its optimiser and schedule.
-        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs.
+        batches: rows of clients `(K,)` -> minibatches per epoch.
         epochs, steps, rounds: of the solver.
         takes_limit: see `LocalSchedule`.
     """
@@ -140,7 +140,7 @@ def local_schedule(
 
 
 def _from_to(first: Any, last: Any) -> Any:
-    """Return a setting of two clients: as it is where it is the same, else both as text."""
+    """Merge a setting of two clients: the value if it is the same, else both as text."""
     if isinstance(first, Mapping) and isinstance(last, Mapping) and first.keys() == last.keys():
         return {name: _from_to(value, last[name]) for name, value in first.items()}
     if isinstance(first, list) and isinstance(last, list) and len(first) == len(last):
@@ -149,7 +149,7 @@ def _from_to(first: Any, last: Any) -> Any:
 
 
 def _groups_at(configured: Any, position: int, per_epoch: int) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each parameter group at a step, of epochs of so many."""
+    """Return the hyperparameters of each parameter group at a step, with so many steps per epoch."""
     groups: Any = SimpleNamespace(param_groups=[options(g) for g in configured.optimizer.original.param_groups])
     if configured.schedule is not None:
         configured.schedule.apply(groups, position, per_epoch)

@@ -1,7 +1,7 @@
-"""What a fit can answer: `Algorithm.posterior`, which inference, reports, plots and sites ask, and nothing else.
+"""Post-fit queries: `Algorithm.posterior`, the only interface that inference, reports, plots and sites use.
 
-An algorithm's settings are for fingerprints, loggers and people. What its runs can say is its posterior's methods: of a
-question that these do not answer, `Posterior` raises the one TypeError that says whose fits do.
+An algorithm's settings are for fingerprints, loggers and people. Queries about its runs are the methods of its
+posterior; for the others, `Posterior` raises a TypeError that names fits with an answer.
 
 An algorithm of one's own whose summary has the server's parameters:
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fedtorch.models.estimates import Estimates
     from fedtorch.models.hierarchical.families import Family, Ordered
 
-WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing
+WIDE = 25.0  # width of a flat prior, in sds of the sites' coefficients
 _ANSWERS = {
     "estimates": "named quantities in run.summary()",
     "coefficients": "coefficients and predictions of its own sites in ft.inference.ranef(run, total=True) and predict",
@@ -52,7 +52,7 @@ _OTHERS = "know by which coefficients of another site are known"
 
 
 class Coefficients(NamedTuple):
-    """Hold the posterior of the coefficients of `K` sites, in the units of rows; `back` takes them to what is named."""
+    """Posterior of the coefficients of `K` sites, in the units of rows; `back` maps them to named coefficients."""
 
     sites: tuple[str, ...]
     names: tuple[str, ...]
@@ -83,13 +83,13 @@ def moved(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:
 
 
 class Pooling(NamedTuple):
-    """Hold what rows of each of `K` sites say alone, and with the others', of `d` coefficients; in the data's units."""
+    """Unpooled and partially pooled estimates of `d` coefficients at `K` sites, in the data's units."""
 
     names: tuple[str, ...]
-    place: list[int]  # of those that differ by site
+    place: list[int]  # positions of the coefficients that differ by site
     pooled: DevicePosterior
-    own: DevicePosterior  # under a prior that says nothing, see `wide`
-    centre: Tensor  # (d,) what sites have in common
+    own: DevicePosterior  # under a flat prior, see `wide`
+    centre: Tensor  # (d,) common part of the sites' coefficients
     centre_low: Tensor
     centre_high: Tensor
     spread: Tensor  # (d,) sd of the sites' coefficients
@@ -97,11 +97,11 @@ class Pooling(NamedTuple):
 
 
 def wide(model: Any, mean: Tensor, sd: Tensor) -> Tensor:
-    """Return φ of a prior around the sites' mean that is so wide that it says nothing.
+    """Return φ of a flat prior around the sites' mean.
 
     Args:
         model: a `hierarchical.Model`.
-        mean: of φ.
+        mean: mean of φ.
         sd: of the coefficients over sites, `(d,)`.
     """
     m, scales = model.hierarchy.mean.shape[1], len(model.hierarchy.names)
@@ -111,26 +111,26 @@ def wide(model: Any, mean: Tensor, sd: Tensor) -> Tensor:
 
 
 class Draws(NamedTuple):
-    """Hold draws of a joint posterior, as they are made where rows are."""
+    """Draws of a joint posterior, in the form in which holders of rows compute them."""
 
-    family: Family  # of one response
+    family: Family  # distribution of one response
     at: Callable[[ClientData, Tensor, Tensor], Any]  # as `runs.posterior_draws.DrawnAt`
-    sent: Mapping[str, Tensor] = {}  # to other holders of rows, who make the same of it by `Posterior.received`
+    sent: Mapping[str, Tensor] = {}  # for other holders of rows, who rebuild the draws by `Posterior.received`
 
 
 class Posterior:
-    """What a fit can answer, by methods of its run; of what a subclass does not answer it says whose fits do.
+    """Post-fit queries of a run, as methods; queries that a subclass lacks raise an error that names other fits.
 
-    `given` is what `ep.corrected` has found, in place of q(φ), and `tolerance` that of `ep.posterior`, which warns of
-    runs that have not converged; fits of draws have neither.
+    `given` is the result of `ep.corrected`, in place of q(φ), and `tolerance` that of `ep.posterior`, which warns about
+    runs that have not converged; fits by draws have neither.
 
     Attributes:
         model: the hierarchical model that fits are of, None of others.
-        questions: what clients may be asked after the fit, names of `fedtorch.inference.questions`.
-        title: of the posterior in a report, "" where it is not shown.
+        questions: questions that clients may be asked after the fit, names of `fedtorch.inference.questions`.
+        title: of the posterior in a report, "" if it is not shown.
 
     Raises:
-        TypeError: by each method, of a fit that cannot answer it.
+        TypeError: by each method, for a fit without this query.
     """
 
     model: Any = None
@@ -158,31 +158,31 @@ class Posterior:
         raise self._unanswered(run, f"{_EP}, {_ML}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
 
     def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return by how much clients' coefficients deviate from those that all share, in the units of the frame."""
+        """Return the deviations of clients' coefficients from the shared ones, in the units of the frame."""
         raise self._unanswered(run, f"{_EP}, {_ML} or ft.gibbs", "have deviations of each site from what all share")
 
     def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
+        """Return the coefficients of a client without rows, which vary as those of all clients do."""
         raise self._unanswered(run, f"{_EP}, {_ML} or ft.gibbs", _OTHERS)
 
     def adapted(self, run: Any, data: Any, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of clients that took no part, from their rows and what the others share."""
+        """Return the coefficients of clients that took no part, from their rows and the shared posterior."""
         raise self._unanswered(run, _EP, _OTHERS)
 
     def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
-        """Return what each client's rows say alone and together with the others', with intervals of `level`."""
+        """Return each client's unpooled and partially pooled estimates, with intervals of `level`."""
         raise self._unanswered(
             run, f"{_EP}, {_ML} or ft.gibbs", "have each site's own estimates beside the pooled ones"
         )
 
     def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
-        """Return draws of the joint posterior for rows, at least so many; `even` ones are spread evenly, for means."""
+        """Return at least this many draws of the joint posterior for rows; `even` ones are spread evenly, for means."""
         raise self._unanswered(
             run, f"{_EP} of known family (linear, logistic, poisson) or ft.gibbs", "have draws for rows"
         )
 
     def received(self, sent: Mapping[str, Tensor]) -> Draws:
-        """Return the draws of which a holder of rows was sent this; asked where `questions` have some by draws."""
+        """Rebuild draws at a holder of rows from `Draws.sent`; used if `questions` contains one by draws."""
         raise NotImplementedError
 
     def evidence(self, run: Any, *, each: bool = False, tolerance: float = 0.01) -> Tree:
@@ -199,21 +199,21 @@ class Posterior:
         raise self._unanswered(run, f"{_EP} or ft.gibbs", "have draws")
 
     def head(self, algorithm: Any, inbox: Tree, before: Tree, reply: Any, rows: Any) -> Tensor:
-        """Return the coefficients of clients after their part of a round, `(K, p)`: by default those that they keep.
+        """Return the coefficients of clients after their part of a round, `(K, p)`; default: those in their state.
 
         Args:
-            algorithm: whose posterior this is.
-            inbox, before, rows: what clients have heard, their states before, and their prepared rows.
-            reply: of the algorithm's `client`.
+            algorithm: the algorithm of this posterior.
+            inbox, before, rows: the clients' inbox, their states before the round, and their prepared rows.
+            reply: return value of the algorithm's `client`.
         """
         coefficients: Tensor = algorithm.model(inbox, reply.state)["coefficients"]
         return coefficients
 
     def finish(self, module: Any, rows: Tree) -> None:
-        """Show a module with a client's tensors the client's rows, in place, where they are; by default nothing."""
+        """Condition a module with a client's tensors on the client's rows, in place; by default do nothing."""
 
     def _unanswered(self, run: Any, who: str, what: str) -> TypeError:
-        """Return the error of a question that a fit cannot answer: whose fits can, and what this one has."""
+        """Return the error for a missing query: which fits have it, and which queries this one has."""
         has = [said for name, said in _ANSWERS.items() if getattr(type(self), name) is not getattr(Posterior, name)]
         known = lambda name: getattr(run.algorithm, name, getattr(run, name, None))  # a vertical fit's is in its run
         has += [said for name, said in _HAS.items() if known(name) is not None]
@@ -223,7 +223,7 @@ class Posterior:
 
 @dataclass(frozen=True)
 class Named(Posterior):
-    """Named quantities, by a function; alone, or with what a subclass answers besides.
+    """Named quantities, from a function; alone, or with a subclass's further queries.
 
     Attributes:
         of: (run, options) -> the posterior of named quantities.
@@ -237,5 +237,5 @@ class Named(Posterior):
 
 
 def posterior_of(algorithm: Any) -> Posterior:
-    """Return what fits of an algorithm can answer; of one without a posterior, and of a vertical fit, nothing."""
+    """Return the post-fit queries of an algorithm; none without a posterior, and for vertical fits."""
     return getattr(algorithm, "posterior", None) or Posterior()

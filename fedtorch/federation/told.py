@@ -1,4 +1,4 @@
-"""Totals over all clients of a part of their state: a control variate, a site, a model on a graph."""
+"""Totals over all clients of a part of their state: control variates, EP sites, neighbours' models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedtorch.tree import Tree
 
 
 class Averages(Enum):
-    """Say which averages over clients may stand for their mean, as robust rules and noise need to know.
+    """Which averages may replace the mean over clients, for robust rules and noise.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -25,18 +25,18 @@ class Averages(Enum):
 
 
 class Told(NamedTuple):
-    """Hold what clients tell for good.
+    """A part of each client's state that the server sums over all clients and keeps between rounds.
 
-    The server's state then has a field `total`, which `Algorithm.init` leaves None: what the exchange makes of `of`
-    over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial state. Only
-    changes travel, and the total is up to date when `Algorithm.server` is called.
+    The server's state has a field `total`, which `Algorithm.init` leaves None. It is the exchange's sum of `of` over
+    *all* clients, in float64, whoever answers; clients that have not been asked yet count with their initial state.
+    Messages carry only changes of `of`, and the total is up to date when `Algorithm.server` is called.
 
     Attributes:
-        of: state `(K, ...)` -> what a client tells `(K, ...)`.
-        averages: which averages may stand for the mean of what clients tell.
-        counts: names of those leaves that are no more than how many have been heard, or how heavy they are.
-        anew: whether a run may make the total anew from what clients tell, without the rounding since.
-        learns: what it tells at worst.
+        of: state `(K, ...)` -> the client's contribution `(K, ...)`.
+        averages: which averages may replace the mean of the contributions.
+        counts: names of the leaves that only count clients or sum their weights.
+        anew: whether a run may recompute the total from the contributions, without accumulated rounding.
+        learns: the most that a contribution discloses.
 
     Example:
         >>> import torch, fedtorch as ft

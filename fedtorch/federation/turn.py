@@ -1,4 +1,4 @@
-"""A client's part in a round, beside what it receives, its state and its data."""
+"""A client's part in a round, besides its inbox, state and data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from fedtorch import random
 
 
 class Turn:
-    """Hold a client's part in a round: the key that it draws with, the federation's clock, what a Trainer asks for.
+    """A client's part in a round: its random key, the federation's clock, and a Trainer's settings.
 
     Args:
-        key: `(K,)` of randomness, one for each client; or a function that makes it when it is first asked for.
+        key: `(K,)` random keys, one for each client; or a function that computes them on first use.
         round: rounds done before this one, in which a client may have been away.
         rates: learning rate of each parameter group, in place of the schedule's.
-        limit: minibatches of an epoch, at most so many if it is an int, or this share of them.
-        share: how much of the round's work each client does, `(K,)` in (0, 1], rounded up to whole epochs, or steps; or
-            a function of the clients' ids that gives it; None for all of it. See `ft.partial_work`.
-        refused: ways of sharing steps that no client of the round takes, "padded" or "stacked": a solver has found that
-            they are not what clients alone do, here or on another rank. Solvers add to it; it is one set for all
-            blocks of the round.
-        taken: how many rows a client of the round takes at least, where it does not take all of its own, as in some
-            steps on minibatches; and by name, how many are in what it tells of one of its batches, such as the last.
-            The former is called "". Solvers add to it; it is one dictionary for all blocks of the round.
-        goal: rounds in all that the run is to do, None where that is not known.
-        names: `(K,)` the numbers of all clients' names, by which they draw, see `fedtorch.random.named`; None where
-            these are the clients' ids.
+        limit: most minibatches of an epoch for an int, or a share of them for a float.
+        share: share of the round's work of each client, `(K,)` in (0, 1], rounded up to whole epochs, or steps; or a
+            function of the clients' ids; None for all of it. See `ft.partial_work`.
+        refused: ways of sharing steps that the round's clients must not use, "padded" or "stacked", because a solver
+            has found that they differ from clients' own steps, here or on another rank. Solvers add to it; it is one
+            set for all blocks of the round.
+        taken: least number of rows used by a client of the round, under "", if it does not use all, as in some steps on
+            minibatches; and by name, rows in a value about one of its batches, such as the last. Solvers add to it; it
+            is one dictionary for all blocks of the round.
+        goal: rounds in all that the run is to do, None if that is not known.
+        names: `(K,)` the numbers of all clients' names, from which random draws derive, see `fedtorch.random.named`;
+            None if these are the clients' ids.
 
     Example:
         >>> import fedtorch as ft
@@ -55,14 +55,14 @@ class Turn:
 
     @property
     def key(self) -> Tensor:
-        """Return the clients' keys; closed forms never ask."""
+        """Return the clients' keys; closed forms never need them."""
         if not isinstance(self._key, Tensor):
             self._key = self._key()
         return self._key
 
     @property
     def share(self) -> Tensor | None:
-        """Return how much of the round's work each client does, `(K,)`; None for all of it."""
+        """Return the share of the round's work of each client, `(K,)`; None for all of it."""
         if callable(self._share):
             raise ValueError("Expected the shares of these clients, but the turn is that of all; see `of_clients`")
         return self._share
@@ -83,12 +83,12 @@ class Turn:
         return Turn(key, self.round, self.rates, self.limit, share, self.refused, taken=self.taken)
 
     def takes(self, rows: Tensor, count: Tensor, name: str = "") -> None:
-        """Note that clients use fewer rows than they have, in all that they send or in one value that they tell.
+        """Record that clients use fewer rows than they have, in their message or in one reported value.
 
         Args:
             rows: `(K,)` at least.
             count: `(K,)` that they have.
-            name: of what they tell, as in `Reply.info`; "" for all that they send.
+            name: of the reported value, as in `Reply.info`; "" for the message.
 
         Example:
             >>> import fedtorch as ft
@@ -104,7 +104,7 @@ class Turn:
             self.taken[name] = min(fewest, self.taken.get(name, fewest))
 
     def keys(self, ids: Tensor) -> Tensor:
-        """Return what clients with these ids draw with, `(M,)`, of a turn that is that of all."""
+        """Return the random keys of clients with these ids, `(M,)`, from a turn of all clients."""
         return random.fold_in(self.key, ids if self.names is None else self.names[ids])
 
     def __repr__(self) -> str:

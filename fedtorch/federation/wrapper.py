@@ -1,8 +1,8 @@
 """Changes of whole algorithms, one after another: `algorithm | wrapper`.
 
-Read from left to right a line says what happens to a message on its way from its client: what the client computes or
-lies about, what is clipped and noised, what is rounded to fewer bits, how a robust rule averages it, which edges lose
-it. So the left wrapper is the innermost, and wrappers stand in the order of `Stage`:
+Read from left to right, a line of wrappers follows a message on its way from its client: the client's computation or
+attack, clipping and noise, compression, the robust rule that averages it, the edges that lose it. The left wrapper is
+the innermost, and wrappers stand in the order of `Stage`:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import attacks, robust
@@ -37,7 +37,7 @@ class Stage(IntEnum):
         True
     """
 
-    LOCAL = 1  # what clients compute, or lie about
+    LOCAL = 1  # clients' computation, or an attack on it
     PRIVACY = 2  # clipping and noise
     QUANTISING = 3  # fewer bits
     ROBUST = 4  # an average that some clients cannot move far
@@ -49,10 +49,10 @@ class Wrapper:
     """Change an algorithm, by `algorithm | wrapper`.
 
     Attributes:
-        stage: where it stands among others.
-        name: as it is written in a line, such as `"robust.rule"`.
+        stage: its position among others.
+        name: its name in code, such as `"robust.rule"`.
         wrap: algorithm -> the changed algorithm; raises ValueError where it does not fit.
-        settings: what it was made with, by name, for fingerprints and loggers.
+        settings: its arguments, by name, for fingerprints and loggers.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -81,7 +81,7 @@ class Wrapper:
         """Return `algorithm` wrapped.
 
         Raises:
-            ValueError: it stands in the wrong place, or does not fit the algorithm or what wraps it already.
+            ValueError: a wrong position, or a wrapper that does not fit the algorithm or the wrappers inside it.
         """
         _check_place(self, algorithm.wrapped)
         wrapped = self.wrap(algorithm)

@@ -8,7 +8,7 @@
 - `site_means`: each site's mean response beside those of replicated responses.
 
 Between organisations a site joins neighbouring cells, or bins, until each has as many rows as its policy wants behind
-what it tells (`joined`), and tells sums of these that it moves by what so many rows have (`federation.runs.held`).
+what it tells (`joined`), and tells sums of these.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -28,24 +28,16 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.federation.posterior import posterior_of
-from fedtorch.federation.runs.held import basis, held, in_draws, over_draws
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import (
-    Drawn,
-    by_client,
-    each_row,
-    masked_sum,
-    sent_draws,
-    summed,
-)
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
 from fedtorch.models.hierarchical.families import LOGISTIC
@@ -157,20 +149,14 @@ def is_binary(run: Run) -> bool:
     return posterior_of(run.algorithm).draws(run, 1, None, math.inf, 0).family is LOGISTIC
 
 
-def _predicted(drawn: Drawn, part: slice) -> dict[str, Tensor]:
-    """Return of some rows the cell of their predicted probability, and trials, predicted and observed yes `(K, n)`."""
+def _cells(drawn: Drawn, part: slice) -> dict[str, Tensor]:
+    """Return rows, trials, predicted and observed yes responses in cells of predicted probability `(K, n, cells)`."""
     weights = smoothed(-drawn.log_density(part), drawn.efficiency).log_weights.exp()
     p = (weights * drawn.family.mean(drawn.predictor(part))).sum(-1)
     trials = drawn.scales(part)[..., 0].expand(p.shape)
-    cell = (p * _CELLS).long().clamp(max=_CELLS - 1)
-    return {"cell": cell, "rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}
-
-
-def _cells(drawn: Drawn, part: slice) -> dict[str, Tensor]:
-    """Return trials, predicted and observed yes responses of some rows in their cells `(K, n, cells)`."""
-    rows = _predicted(drawn, part)
-    inside = torch.nn.functional.one_hot(rows.pop("cell"), _CELLS)
-    return {name: inside * column[..., None] for name, column in rows.items()}
+    inside = torch.nn.functional.one_hot((p * _CELLS).long().clamp(max=_CELLS - 1), _CELLS)
+    columns = {"members": torch.ones_like(p), "rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}
+    return {name: inside * column[..., None] for name, column in columns.items()}
 
 
 def _powers(drawn: Drawn, part: slice) -> dict[str, Tensor]:
@@ -178,18 +164,13 @@ def _powers(drawn: Drawn, part: slice) -> dict[str, Tensor]:
     return {"powers": torch.stack([torch.ones_like(y), y, y.square()], -1)}
 
 
-def _bins(drawn: Drawn, part: slice, edges: Tensor) -> Tensor:
-    """Return the bin of some rows' responses, observed and replicated, `(K, n, 1 + S)`."""
-    every = torch.cat([drawn.rows.y[:, part, None], drawn.replicated(part)], -1)
-    return torch.bucketize(every.contiguous(), edges.to(every))
-
-
 def _counted(drawn: Drawn, edges: Tensor) -> Tensor:
     """Return counts of rows between the edges, observed and replicated, `(K, bins, 1 + S)`."""
     total = drawn.theta.new_zeros(len(drawn.theta), len(edges) + 1, 1 + drawn.theta.shape[1])
     for part in drawn.parts():
-        bins = _bins(drawn, part, edges)
-        total.scatter_add_(1, bins, drawn.mask[:, part, None].expand_as(bins).to(total))
+        every = torch.cat([drawn.rows.y[:, part, None], drawn.replicated(part)], -1)
+        inside = drawn.mask[:, part, None].expand_as(every).to(total)
+        total.scatter_add_(1, torch.bucketize(every.contiguous(), edges.to(every)), inside)
     return total
 
 
@@ -202,19 +183,6 @@ def _totals(drawn: Drawn) -> dict[str, Tensor]:
         columns = {"observed": y, "replicated": drawn.replicated(part), "count": each}
         parts.append(tree.map(lambda column, mask=mask: masked_sum(column, mask), columns))
     return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *parts)
-
-
-def _held_totals(drawn: Drawn, phi: Tensor, minimum: int, key: Tensor) -> dict[str, Tensor]:
-    """Return `_totals` of which those that are replicated are held, for each client by itself."""
-    functions, parts = basis(phi), list(drawn.parts())
-    rows = torch.cat(list(in_draws(lambda part: drawn.replicated(part)[..., None], parts, drawn.mask, functions)), 1)
-    totals = _totals(drawn)
-    means = totals["observed"] / drawn.mask.sum(1)  # which are told
-    told = [
-        over_draws(own[mask], functions, minimum, one, around=mean[None]).total[:, 0]
-        for own, mask, one, mean in zip(rows, drawn.mask, random.fold_in(key, drawn.keys), means)
-    ]
-    return {**totals, "replicated": torch.stack(told)}
 
 
 def _wilson(share: Tensor, count: Tensor, level: float) -> tuple[Tensor, Tensor]:
@@ -272,20 +240,14 @@ def _halved(below: Tensor, first: int, last: int, minimum: int, times: int) -> l
 
 def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the sums of a holder's cells; those of a group are in the cell of its mean prediction."""
-    asked = (holder, [holder.data], [sent_draws(holder, sent).at])
+    sums = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda every, part: _cells(every[0], part))
+    group = joined(sums.pop("members")[:, None], holder.minimum)
     if holder.minimum <= 1:
-        return summed(*asked, lambda every, part: _cells(every[0], part))
-    rows = each_row(*asked, lambda every: ((part, _predicted(every[0], part)) for part in every[0].parts()))
-    members = torch.bincount(cells := rows.pop("cell"), minlength=_CELLS)
-    group = joined(members[:, None], holder.minimum)
-    inside = torch.nn.functional.one_hot(group[cells], int(group.max()) + 1)
-    values = torch.stack([inside * column[:, None] for column in rows.values()], 1)
-    told = held(values.flatten(1), holder.minimum, holder.key, len(rows)).total.reshape(values.shape[1:])
-    count = told[0].clamp(min=holder.minimum)  # as many rows have at least so many trials
-    predicted, yes = (each.clamp(min=0).minimum(count) for each in told[1:])
-    cell = (predicted / count * _CELLS).long().clamp(max=_CELLS - 1)
-    totals = dict(zip(rows, (count, predicted, yes)))
-    return {name: column.new_zeros(_CELLS).index_add(0, cell, column) for name, column in totals.items()}
+        return sums
+    added = lambda column, places: torch.zeros_like(column).index_add(0, places, column)
+    totals = {name: added(column, group) for name, column in sums.items()}
+    mean = totals["predicted"] / totals["rows"].where(totals["rows"] > 0, 1.0)
+    return {name: added(column, (mean * _CELLS).long().clamp(max=_CELLS - 1)) for name, column in totals.items()}
 
 
 def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
@@ -293,26 +255,11 @@ def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
 
     Groups have enough observed rows, and enough replicated ones in the mean, and end where halves of the bins do.
     """
-    edges, asked = sent["edges"], (holder, [holder.data], [sent_draws(holder, sent).at])
+    asked, edges = (holder, [holder.data], [sent_draws(holder, sent).at]), sent["edges"]
     rows: Tensor = by_client(*asked, lambda every: _counted(every[0], edges)).sum(0)
-    if holder.minimum <= 1 or holder.key is None:
-        return rows
     group = joined(torch.stack([rows[:, 0], rows[:, 1:].mean(1)], 1), holder.minimum)
-    groups, sizes, functions = int(group.max()) + 1, torch.bincount(group), basis(sent["phi"])
-    inside = lambda bins: torch.nn.functional.one_hot(group[bins], groups).double()
-
-    def values(every: list[Drawn]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        drawn, parts = every[0], list(every[0].parts())
-        of_bins = lambda part: inside(_bins(drawn, part, edges)[..., 1:])
-        for part, own in zip(parts, in_draws(of_bins, parts, drawn.mask, functions)):
-            yield part, {"observed": inside(_bins(drawn, part, edges)[..., 0]), "replicated": own}
-
-    found, (first, second) = each_row(*asked, values), random.split(holder.key, 2)
-    numbers = 2 + functions.shape[1]  # bins have no rows in common
-    seen = held(found["observed"], holder.minimum, first, numbers).total
-    drawn = over_draws(found["replicated"], functions, holder.minimum, second, numbers).total
-    told = torch.cat([seen[:, None], drawn.mT], 1).clamp(min=0)
-    return told[group] / sizes[group, None]
+    totals, sizes = torch.zeros_like(rows).index_add(0, group, rows), torch.bincount(group)
+    return totals[group] / sizes[group, None]
 
 
 def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
@@ -321,14 +268,7 @@ def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
 
 
 def _means(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    minimum, key = holder.minimum, holder.key
-
-    def totals(every: list[Drawn]) -> dict[str, Tensor]:
-        if minimum <= 1 or key is None:
-            return _totals(every[0])
-        return _held_totals(every[0], sent["phi"], minimum, key)
-
-    return by_client(holder, [holder.data], [sent_draws(holder, sent).at], totals)
+    return by_client(holder, [holder.data], [sent_draws(holder, sent).at], lambda every: _totals(every[0]))
 
 
 def _room(*sizes: int) -> Tensor:
@@ -340,14 +280,20 @@ def _of_clients(form: Form) -> dict[str, Tensor]:
     return {**each, "replicated": _room(form.clients, len(form.sent["phi"]))}
 
 
+_DRAWS = ("phi", "key")
 CALIBRATION = Kind(
-    "calibration", "checks", _calibrated, lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS))
+    "calibration",
+    "checks",
+    _calibrated,
+    lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS)),
+    _DRAWS,
 )
-POWERS = Kind("powers", "checks", _responses, lambda form: _room(3))
+POWERS = Kind("powers", "checks", _responses, lambda form: _room(3), _DRAWS)
 HISTOGRAM = Kind(
     "histogram",
     "checks",
     _histogram,
     lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"])),
+    (*_DRAWS, "edges"),
 )
-MEANS = Kind("means", "checks", _means, _of_clients, by_client=True)
+MEANS = Kind("means", "checks", _means, _of_clients, _DRAWS, by_client=True)

@@ -5,8 +5,8 @@ on the site, log p(y_ki | all other rows). A site left out is predicted as a new
 of expectation propagation that is log ∫ f_k(φ) cavity_k(φ) dφ, which needs no draws, because a cavity is what the other
 sites say.
 
-Of rows, the server hears sums only: of log densities, of their differences between models and of the squares of both,
-and how many rows had a Pareto k above 0.5 and 0.7. Sites that count rows move each of these (`federation.runs.held`).
+Of rows, the server hears sums only: of log densities, of the squares of these and of their differences between models,
+and how many rows had a Pareto k above 0.5 and 0.7.
 
 Source: Vehtari, Gelman and Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation and
 WAIC", Statistics and Computing 27.
@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.posterior import posterior_of
-from fedtorch.federation.runs.held import held
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import Drawn, each_row, sent_draws, summed
+from fedtorch.federation.runs.posterior_draws import Drawn, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
 from fedtorch.inference.pooling import refuse_pooled
@@ -182,16 +180,15 @@ def compare(
         each = [_of_sites({"elpd": row.sum(), "squares": row.square().sum()}, len(row)) for row in values]
         apart = values[None] - values[:, None]
         differences, squares = apart.sum(-1), apart.square().sum(-1)
-        moved = torch.zeros_like(squares)
     else:
         sums = _sums(runs, "loo", draws, given or {}, tolerance, seed)
         each = [_of_rows(sums, i, "loo") for i in range(len(names))]
-        differences, squares, moved = (sums[name][1:, 1:] for name in ("apart", "squares", "moved"))
+        differences, squares = sums["elpd"][None] - sums["elpd"][:, None], sums["squares"][1:, 1:]
     best = int(differences[0].argmax())
     rows = []
     for i, one in enumerate(each):
         difference = float(differences[best, i])
-        error = _error(difference, float(squares[i, best]), one.left_out, float(moved[i, best]))
+        error = _error(difference, float(squares[i, best]), one.left_out)
         rows.append([one.elpd, one.se, difference, error, one.parameters, one.bad])
     columns = ["elpd", "se", "difference", "se of difference", "effective parameters", "Pareto k above 0.7"]
     return pd.DataFrame(rows, names, columns).sort_values("difference", ascending=False)
@@ -229,33 +226,23 @@ def _pointwise(every: list[Drawn], part: slice, method: str) -> dict[str, Tensor
     """Return what draws say of some rows, `(K, n, ...)`."""
     rows = [_METHODS[method](one.log_density(part), one.efficiency) for one in every]
     elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
-    first, second = torch.triu_indices(elpd.shape[-1], elpd.shape[-1], 1)
-    apart, doubt = elpd[..., second] - elpd[..., first], torch.stack([row.doubt for row in rows], -1)
-    low, high = _DOUBTS[method]
+    doubt, (low, high) = torch.stack([row.doubt for row in rows], -1), _DOUBTS[method]
     y = torch.stack([one.rows.y[:, part] for one in every])
     return {
-        "apart": apart,
-        "squares": apart.square(),
+        "elpd": elpd[..., 1:],
+        "squares": (elpd[..., :, None] - elpd[..., None, :]).square(),
         "parameters": torch.stack([row.lppd - row.elpd for row in rows], -1),
         "doubtful": (doubt > low).double(),
         "bad": (doubt > high).double(),
         "different": (y != y[0]).any(0).double(),
-        "rows": torch.ones_like(apart[..., 0]),
+        "rows": torch.ones_like(y[0]),
     }
 
 
-def _of_pairs(values: Tensor, sign: int) -> Tensor:
-    """Return a matrix (models + 1, models + 1) of the values of pairs, of which the mirror image has a sign."""
-    size = (1 + math.isqrt(1 + 8 * len(values))) // 2
-    whole, (first, second) = values.new_zeros(size, size), torch.triu_indices(size, size, 1)
-    whole[first, second], whole[second, first] = values, sign * values
-    return whole
-
-
 def _of_rows(sums: Mapping[str, Tensor], i: int, method: str) -> Accuracy:
-    elpd, rows = float(sums["apart"][0, i + 1]), int(sums["rows"])
-    error = _error(elpd, float(sums["squares"][0, i + 1]), rows, float(sums["moved"][0, i + 1]))
-    doubtful, bad = (min(max(round(float(sums[name][i])), 0), rows) for name in ("doubtful", "bad"))
+    elpd, rows = float(sums["elpd"][i]), int(sums["rows"])
+    error = _error(elpd, float(sums["squares"][0, i + 1]), rows)
+    doubtful, bad = int(sums["doubtful"][i]), int(sums["bad"][i])
     return Accuracy(elpd, error, float(sums["parameters"][i]), rows, "row", method, doubtful, bad)
 
 
@@ -264,12 +251,9 @@ def _of_sites(sums: Mapping[str, Tensor], sites: int) -> Accuracy:
     return Accuracy(elpd, _error(elpd, float(sums["squares"]), sites), math.nan, sites, "site", "cavity", 0, 0)
 
 
-def _error(total: float, squares: float, count: int, moved: float = 0.0) -> float:
-    """Return the standard error of a sum of independent terms, from the sum of their squares: R's loo, by n - 1.
-
-    A sum that holders of rows have moved has the variance of that besides.
-    """
-    return (count * max(squares - total * total / count, 0.0) / (count - 1) + moved) ** 0.5 if count > 1 else math.nan
+def _error(total: float, squares: float, count: int) -> float:
+    """Return the standard error of a sum of independent terms, from the sum of their squares: R's loo, by n - 1."""
+    return (count * max(squares - total * total / count, 0.0) / (count - 1)) ** 0.5 if count > 1 else math.nan
 
 
 def _same_clients(runs: Mapping[str, Run]) -> None:
@@ -289,49 +273,16 @@ def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
     """Return sums over a holder's rows of what draws of each run say of them; of responses only whether any differ."""
     pairs, method = [*holder.beside, (holder, sent)], str(about["method"])
     sources, data = [sent_draws(one, of_one).at for one, of_one in pairs], [one.data for one, _ in pairs]
-    asked = (holder, data, sources)
-    if holder.minimum <= 1:
-        sums = summed(*asked, lambda every, part: _pointwise(every, part, method))
-        moved = torch.zeros_like(sums["apart"])
-    else:
-        sums, moved = _held_densities(
-            each_row(*asked, lambda every: ((part, _pointwise(every, part, method)) for part in every[0].parts())),
-            holder,
-        )
-    return {
-        **sums,
-        "different": (sums["different"] > 0).to(sums["different"]),
-        "apart": _of_pairs(sums["apart"], -1),
-        "squares": _of_pairs(sums["squares"], 1),
-        "moved": _of_pairs(moved, 1),
-    }
-
-
-def _held_densities(rows: dict[str, Tensor], holder: Holder) -> tuple[dict[str, Tensor], Tensor]:
-    """Return held sums over rows, and the variances by which those of differences are moved.
-
-    Squares are told around means that are told, since squares around 0 would be moved by as much more.
-    """
-    assert holder.key is not None
-    first, second = random.split(holder.key, 2)
-    exact = {name: rows.pop(name).sum(0) for name in ("different", "rows")}
-    apart, squares = rows["apart"], rows.pop("squares")
-    sizes = [leaf.shape[1] for leaf in rows.values()]
-    numbers = sum(sizes) + squares.shape[1]
-    told = held(torch.cat([*rows.values()], 1), holder.minimum, first, numbers)
-    sums = dict(zip(rows, told.total.split(sizes)))
-    mean = sums["apart"] / len(apart)
-    around = held((apart - mean).square(), holder.minimum, second, numbers).total.clamp(min=0)
-    return {**exact, **sums, "squares": around + len(apart) * mean.square()}, told.variance[: sizes[0]]
+    sums = summed(holder, data, sources, lambda every, part: _pointwise(every, part, method))
+    return {**sums, "different": (sums["different"] > 0).to(sums["different"])}
 
 
 def _sums_of(form: Form) -> dict[str, Tensor]:
-    """Return room for the sums over rows of some models, and for the variance by which differences are moved."""
+    """Return room for the sums over rows that `_pointwise` makes of some models."""
     size = 1 + len(form.about.get("beside", ()))
-    shapes = {name: [size] for name in ("parameters", "doubtful", "bad")}
-    shapes |= {name: [size + 1, size + 1] for name in ("apart", "squares", "moved")}
-    shapes |= {"different": [], "rows": []}
+    shapes = {name: [size] for name in ("elpd", "parameters", "doubtful", "bad")}
+    shapes |= {"squares": [size + 1, size + 1], "different": [], "rows": []}
     return {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-DENSITIES = Kind("densities", "densities", _densities, _sums_of)
+DENSITIES = Kind("densities", "densities", _densities, _sums_of, ("phi", "key"), ("method", "beside"))

@@ -19,12 +19,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fedtorch import random
 from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
-from fedtorch.federation.runs.held import basis, in_draws, over_draws
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
 from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
@@ -114,9 +112,7 @@ def marginal_effects(
     else:
         sums = table.effects(source.family, site_draws(run, source), run.population.names, numbers)
     labels = [label for name, kind in kinds.items() for label in _labels(name, kind, design)]
-    white = random.normal(random.key(_SEED), sums["total"].shape, torch.float64)
-    total = sums["total"] + sums["moved"].sqrt() * white  # what sites have moved it by is as unsure
-    values, n = total / sums["rows"], (int(sums["rows"]),) * len(labels)
+    values, n = sums["total"] / sums["rows"], (int(sums["rows"]),) * len(labels)
     return Estimates(tuple(labels), values, coefficients=len(labels), n=n).table(level)
 
 
@@ -151,14 +147,7 @@ class _Table(NamedTuple):
         return {"other": torch.tensor(other).double(), "varies": torch.tensor(varies).double()}
 
     def effects(
-        self,
-        family: Family,
-        theta: Tensor,
-        sites: Sequence[str],
-        kinds: Mapping[str, str],
-        phi: Tensor | None = None,
-        minimum: int = 1,
-        key: Tensor | None = None,
+        self, family: Family, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]
     ) -> dict[str, Tensor]:
         """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows.
 
@@ -167,11 +156,6 @@ class _Table(NamedTuple):
             theta: draws of the sites' coefficients, `(K, S, d)`.
             sites: their names.
             kinds: of variables, by number.
-            phi: draws of what sites share `(S, p)`, where sums are held.
-            minimum, key: see `held`.
-
-        Returns:
-            sums, rows, and the variances by which sums are moved, `(effects,)`.
         """
         if family is CUMULATIVE:
             raise TypeError(
@@ -182,46 +166,19 @@ class _Table(NamedTuple):
         if strangers:
             raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")
         every = [change for number, kind in kinds.items() for change in self._changes(int(number), kind)]
-        rows = torch.tensor(float(len(self.read.sites))).double()
-        if phi is None or key is None or minimum <= 1:
-            totals = [self._total(family, theta, sites, change) for change in every]
-            return {"total": torch.stack(totals, 1), "rows": rows, "moved": torch.zeros(len(every)).double()}
-        functions = basis(phi)
-        each = [self._each(family, theta, sites, change, functions) for change in every]
-        told = over_draws(torch.cat(each, 2), functions, minimum, key)
-        return {"total": told.total, "rows": rows, "moved": told.variance}
+        totals = [self._total(family, theta, sites, change) for change in every]
+        return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
 
-    def _each(self, family: Family, theta: Tensor, sites: Sequence[str], change: _Change, functions: Tensor) -> Tensor:
-        """Return what each row's change of the mean response is at draws, see `in_draws`, `(N, r + 1, 1)`."""
-        found = []
-        for own, rows in self._of_sites(theta, sites):
-            there = torch.ones(1, len(rows), dtype=torch.bool)
-            values = lambda part, own=own, rows=rows: self._changed(family, own, rows[part], change)[None, ..., None]
-            parts = [slice(int(part[0]), int(part[-1]) + 1) for part in _split(torch.arange(len(rows)), own)]
-            found += [leaf[0] for leaf in in_draws(values, parts, there, functions)]
-        return torch.cat(found)
-
-    def _total(self, family: Family, theta: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
-        total = torch.zeros(theta.shape[1], dtype=torch.float64)
-        for own, rows in self._of_sites(theta, sites):
-            for part in _split(rows, own):
-                total += self._changed(family, own, part, change).sum(0)
-        return total
-
-    def _of_sites(self, theta: Tensor, sites: Sequence[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield draws of the coefficients `(S, d)` of each site that has rows, and which these are."""
-        owners = np.array(self.read.sites, dtype=object)
-        for number, name in enumerate(sites):
-            mine = torch.from_numpy(np.flatnonzero(owners == name))
-            if len(mine):
-                yield theta[number], mine
-
-    def _changed(self, family: Family, theta: Tensor, rows: Tensor, change: _Change) -> Tensor:
-        """Return by how much the mean response of some rows changes at draws, for a change by one, `(n, S)`."""
-        offset = self.read.offset
-        more = 0.0 if offset is None else offset[rows, None].to(theta)
-        low, high = (family.mean(_widened(x[rows], theta) @ theta.mT + more) for x in change[:2])
-        return (high - low) / change.step
+    def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
+        """Return the sum over rows of the changes of the mean response at each draw, for a change by one, `(S,)`."""
+        owners, offset = np.array(self.read.sites, dtype=object), self.read.offset
+        total = torch.zeros(draws.shape[1], dtype=torch.float64)
+        for name, theta in zip(sites, draws):
+            for part in torch.from_numpy(np.flatnonzero(owners == name)).split(max(1, _NUMBERS // len(theta))):
+                more = 0.0 if offset is None else offset[part, None].to(theta)
+                low, high = (family.mean(_widened(x[part], theta) @ theta.mT + more) for x in change[:2])
+                total += (high - low).sum(0)
+        return total / change.step
 
     def _changes(self, number: int, kind: str) -> Iterator[_Change]:
         """Yield changes of a variable; of a factor from its first level to each other."""
@@ -241,11 +198,6 @@ class _Table(NamedTuple):
         else:
             low, high, step = _edges(self.frame[name].to_numpy(np.float64), kind, ddof=0)
             yield _Change(encode(low), encode(high), step)
-
-
-def _split(rows: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
-    """Return rows in parts of which arrays over rows and draws are small."""
-    return rows.split(max(1, _NUMBERS // len(theta)))
 
 
 def _table(columns: Columns, rows: Any) -> _Table:
@@ -320,11 +272,11 @@ def _seen(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) 
 def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     drawn, kinds = sent_draws(holder, sent), about["kinds"]
     table = _table_of(holder)
-    known = {str(number) for number in range(len(table.variables))}  # not "01", as which one would be told twice
+    known = {str(number) for number in range(len(table.variables))}
     if not (kinds.keys() <= known and all(kind in _KINDS for kind in kinds.values())):
         raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
     theta = by_client(holder, [holder.data], [drawn.at], lambda every: every[0].theta)
-    return table.effects(drawn.family, theta, holder.data.names, kinds, sent.get("phi"), holder.minimum, holder.key)
+    return table.effects(drawn.family, theta, holder.data.names, kinds)
 
 
 def _count(form: Form) -> dict[str, Tensor]:
@@ -340,8 +292,8 @@ def _totals(form: Form) -> dict[str, Tensor]:
         for number, kind in form.about["kinds"].items()
     ]
     total = torch.empty(len(form.sent["phi"]), sum(sizes), dtype=torch.float64)
-    return {"total": total, "rows": torch.zeros(()).double(), "moved": torch.empty_like(total[0])}
+    return {"total": total, "rows": torch.zeros(()).double()}
 
 
-VARIABLES = Kind("variables", "margins", _seen, _count)
-EFFECTS = Kind("effects", "margins", _effects, _totals)
+VARIABLES = Kind("variables", "margins", _seen, _count, settings=("ones",))
+EFFECTS = Kind("effects", "margins", _effects, _totals, ("phi", "key"), ("kinds",))

@@ -2,8 +2,8 @@
 
 Which of them a fit answers its posterior says, `Posterior.questions`.
 
->>> len(QUESTIONS), QUESTIONS["calibration"].tells
-(13, 'checks')
+>>> QUESTIONS["calibration"].tells
+'checks'
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from fedtorch.federation.runs.holders import Kind
 from fedtorch.inference.checks import CALIBRATION, HISTOGRAM, MEANS, POWERS
 from fedtorch.inference.comparison import DENSITIES
 from fedtorch.inference.marginal_effects import EFFECTS, VARIABLES
+from fedtorch.models.matrix_normal_posterior import Factors
 
-FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0], weighed=True)
-DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], by_client=True)
-AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2], weighed=True)
+_UNITS, _KNOWN = ("multiple", "noise", "factor"), ("known",)
+_GIVEN = (*_UNITS, *Factors._fields)
+FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0], _UNITS, alone=True)
+DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], _GIVEN, _KNOWN, by_client=True)
+AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2], _GIVEN, _KNOWN, alone=True)
 _EVERY = (COEFFICIENTS, DEVIATIONS, DENSITIES, EVIDENCE, VARIABLES, EFFECTS, CALIBRATION, POWERS, HISTOGRAM, MEANS)
 QUESTIONS = {kind.name: kind for kind in (*_EVERY, FACTORS, DEVICES, AVERAGE)}

@@ -17,12 +17,6 @@ from fedtorch.models.device_posterior import interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
 
-_SCALES = {
-    "gaussian": "effect on the response",
-    "logistic": "log-odds",
-    "cumulative": "log-odds",
-    "poisson": "log rate",
-}
 _SAYS = 0.25  # of that prior's sd, above which rows say nothing
 
 
@@ -164,5 +158,5 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         centre_low=at(found.centre_low),
         centre_high=at(found.centre_high),
         spread=at(found.spread),
-        scale=_SCALES.get(found.family.name if found.family else "", "effect"),
+        scale=found.family.effects if found.family else "effect",
     )

@@ -23,9 +23,9 @@ def wide(state: Tensor) -> torch.dtype:
 
 
 def metrics_in(module: nn.Module) -> Iterator[tuple[str, torchmetrics.Metric]]:
-    """Return the metrics of a module with their names, each with states of its own.
+    """Return the metrics of a module with their names, each with separate states.
 
-    Those of a `MetricCollection` that share one state have it afterwards.
+    Metrics of a `MetricCollection` that share one state have it separately afterwards.
 
     Example:
         >>> import torchmetrics
@@ -103,7 +103,7 @@ def computed(metric: torchmetrics.Metric) -> Any:
     for _, part in metrics_in(metric):
         part._update_count = max(part._update_count, 1)  # states may have been put in place without `update`
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a class that a client lacks, for every client and round
+        warnings.simplefilter("ignore")  # about a class that a client lacks, for every client and round
         try:
             return metric.compute()
         except ValueError:
@@ -114,7 +114,7 @@ def number_computed(metric: torchmetrics.Metric) -> Tensor:
     """Compute a metric of one number, `()`; NaN where its states do not suffice.
 
     Raises:
-        TypeError: its value is no single number.
+        TypeError: its value is not a single number.
     """
     value = computed(metric)
     if value is None:
@@ -144,10 +144,10 @@ def mapped(function: Any, value: Any) -> Any:
 
 @contextmanager
 def undefined_of_one_class(metric: torchmetrics.Metric) -> Iterator[None]:
-    """Let a metric, and those in it, compute NaN where they compare classes and the rows have one class.
+    """Let a metric, and metrics in it, return NaN if they compare classes and the rows have one class.
 
-    They are the area under the ROC curve, the curve, and what is read off it. torchmetrics has 0 there, and warns that
-    it means nothing. With several labels, all of them have one class.
+    These are the area under the ROC curve, the curve, and values read off it. torchmetrics returns 0 there, with a
+    warning that it has no meaning. With several labels, all of them must have one class.
     """
     changed: list[tuple[Any, Any]] = []
     parts: list[Any] = [part for _, part in metrics_in(metric) if compares_classes(part)]
@@ -169,7 +169,7 @@ def _of_two_classes(metric: Any, compute: Callable[[], Any]) -> Any:
 
 
 def _has_one_class(metric: Any) -> bool:
-    """Return whether a metric that compares classes has seen rows of one."""
+    """Return whether a metric that compares classes has been updated with one class only."""
     if isinstance(getattr(metric, "confmat", None), Tensor):  # (thresholds, …, target, prediction)
         return not bool(two_classes(metric.confmat[None]))
     targets = metric.target
@@ -186,7 +186,7 @@ def two_classes(confusion: Tensor) -> Tensor:
 
 
 def compares_classes(metric: torchmetrics.Metric) -> bool:
-    """Return whether a metric compares rows of one class with those of others, and means nothing where there is one."""
+    """Return whether a metric compares rows of different classes, and is undefined for one class."""
     return isinstance(metric, _compare_classes())
 
 

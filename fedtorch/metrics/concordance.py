@@ -15,8 +15,8 @@ def concordance_index() -> StackedMetric:
     """Return Harrell's C-index of risks `(K, N)` or `(K, N, 1)` for targets (event, time) `(K, N, 2)`.
 
     Of two rows the one with the earlier event should have the greater risk; equal risks count half. A pair counts if
-    the earlier time is an event's, or if of two equal times one is. Pairs are rows of one client: those of different
-    clients meet nowhere, so that the index of all is that of all clients' own pairs.
+    the earlier time is an event's, or, for two equal times, if one is. Pairs are rows of one client: rows of different
+    clients are never compared, so the overall index is that of all clients' own pairs.
 
     Source: Harrell et al. (1982), "Evaluating the yield of medical tests"; ties as in the package lifelines.
 

@@ -1,7 +1,7 @@
 """A torchmetrics metric of all clients' rows together, from the states of the metrics of each.
 
-States meet as they do over the ranks of a process group, a client in the place of a rank: sums add up, of extremes the
-extreme is taken, examples are put one after the other, and what the metric merges itself is stacked.
+States are merged as over the ranks of a process group, with clients in place of ranks: sums are added, extremes are
+compared, lists of examples are concatenated, and states with the metric's own merge are stacked.
 
 >>> import torch, torchmetrics
 >>> together = JoinedStates()
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 
 
 def value_of(metric: torchmetrics.Metric) -> float:
-    """Return a metric's value, one number; NaN where it has seen no rows, or cannot be computed of those it has seen.
+    """Return a metric's value, one number; NaN if it has no rows, or cannot be computed from them.
 
     Raises:
-        TypeError: it is no single number.
+        TypeError: it is not a single number.
 
     Example:
         >>> import torchmetrics
         >>> value_of(torchmetrics.MeanMetric())
         nan
     """
-    counts = isinstance(metric, loaded("torchmetrics.wrappers.abstract", "WrapperMetric"))  # not, or in its own way
+    # not synchronised, or in their own way
+    counts = isinstance(metric, loaded("torchmetrics.wrappers.abstract", "WrapperMetric"))
     counts = counts or any(part._update_count for _, part in metrics_in(metric))
     try:
         return float(number_computed(metric)) if counts else float("nan")
@@ -65,14 +66,14 @@ def value_at_client(metric: torchmetrics.Metric) -> float:
 
 
 class JoinedStates:
-    """The states of copies of a metric that have seen different rows, as of one that has seen them all."""
+    """Merged states of copies of a metric that were updated with different rows."""
 
     def __init__(self) -> None:
         self._states: dict[str, Any] = {}
         self.updates = 0
 
     def add(self, metric: torchmetrics.Metric) -> None:
-        """Take in the states of a copy; one that has not been updated has none."""
+        """Merge the states of a copy; a copy without updates has none."""
         if metric._update_count == 0:
             return
         self.updates += metric._update_count
@@ -87,7 +88,7 @@ class JoinedStates:
                 self._states.setdefault(name, []).append(value.detach().clone())
 
     def write(self, metric: torchmetrics.Metric) -> None:
-        """Give all states to a copy; a metric that nobody has updated stays as it is."""
+        """Write the merged states to a copy; a metric without updates is not changed."""
         if not self.updates:
             return
         for name, how in metric._reductions.items():
@@ -101,7 +102,7 @@ class JoinedStates:
             else:
                 stacked = torch.stack(states)
                 if getattr(how, "__name__", "") == "dim_zero_mean":
-                    stacked = stacked.to(torch.float64)  # of whole numbers torch has no mean
+                    stacked = stacked.to(torch.float64)  # torch has no mean of integers
                 setattr(metric, name, how(stacked).to(default.dtype) if callable(how) else stacked)
         if isinstance(metric, loaded("torchmetrics", "NormalizedRootMeanSquaredError")):
             _join_spreads(metric)
@@ -116,7 +117,7 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _join_spreads(metric: Any) -> None:
-    """Bring stacked states of the targets' spread to those of one client, two by two (Chan et al., 1983).
+    """Merge stacked states of the targets' spread into one, pair by pair (Chan et al., 1983).
 
     torchmetrics does it for two clients, and raises IndexError for more.
     """
@@ -128,6 +129,6 @@ def _join_spreads(metric: Any) -> None:
         spread = spread + its + (other - centre).square() * joined * more / both
         centre = centre + (other - centre) * more / both
         joined = both
-    found = (joined, centre, spread, raw.sum(0), least.amin(0), most.amax(0))
-    for name, value in zip(names, found):
+    joined_parts = (joined, centre, spread, raw.sum(0), least.amin(0), most.amax(0))
+    for name, value in zip(names, joined_parts):
         setattr(metric, name, value.to(metric._defaults[name].dtype))

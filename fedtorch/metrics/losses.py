@@ -50,8 +50,8 @@ class TorchLoss(NamedTuple):
     Attributes:
         function: of `torch.nn.functional`.
         each: the loss without reduction.
-        reduction: "mean", "sum", "batchmean" (of KL divergences) or "none", of which the mean is taken.
-        weights: that it has; those of classes `(C,)` are what a mean over rows is divided by.
+        reduction: "mean", "sum", "batchmean" (of KL divergences) or "none", averaged afterwards.
+        weights: its weights; those of classes `(C,)` enter the denominator of a mean over rows.
         ignored: class that is not counted, or None.
     """
 
@@ -110,11 +110,11 @@ class TorchLoss(NamedTuple):
         return losses if losses.shape in shapes else None
 
     def _takes_probabilities(self, outputs: Tensor, rows: Tensor) -> bool:
-        """Return whether targets are probabilities of classes, which torch knows by their shape."""
+        """Return whether targets are probabilities of classes, by their shape as in torch."""
         return self.function is F.cross_entropy and outputs.shape == rows.shape
 
     def _counted(self, losses: Tensor, outputs: Tensor, rows: Tensor) -> Tensor:
-        """Return by what the sum of losses is divided, in the shape of losses or `(rows,)`."""
+        """Return the denominator of the sum of losses, in the shape of losses or `(rows,)`."""
         if self.reduction == "batchmean":
             return torch.ones(len(rows), device=losses.device)
         by_class = self.function in _OF_CLASSES.values() and not self._takes_probabilities(outputs, rows)
@@ -134,17 +134,17 @@ class TorchLoss(NamedTuple):
 
 
 def torch_loss(loss: Any) -> TorchLoss | None:
-    """Return a loss of torch by the losses of its rows; None of anything else.
+    """Return a loss of torch in terms of its rows' losses; None for anything else.
 
     Raises:
         ValueError: a reduction that it does not have.
     """
-    found = _of_module(loss) if isinstance(loss, nn.Module) else _of_function(loss)
-    if found is None or found.reduction in ("mean", "sum", "none"):
-        return found
-    if found.reduction == "batchmean" and found.function is F.kl_div:
-        return found
-    raise ValueError(f"Expected reduction='mean', 'sum' or 'none' of a loss, but got {found.reduction!r}")
+    torch_function = _of_module(loss) if isinstance(loss, nn.Module) else _of_function(loss)
+    if torch_function is None or torch_function.reduction in ("mean", "sum", "none"):
+        return torch_function
+    if torch_function.reduction == "batchmean" and torch_function.function is F.kl_div:
+        return torch_function
+    raise ValueError(f"Expected reduction='mean', 'sum' or 'none' of a loss, but got {torch_function.reduction!r}")
 
 
 def _of_module(loss: nn.Module) -> TorchLoss | None:
@@ -183,7 +183,7 @@ def _made(function: Callable[..., Tensor], each: Callable[..., Tensor], settings
 
 
 def _weighs_rows(function: Any, settings: dict[str, Any]) -> bool:
-    """Return whether weights may be those of rows, and not of classes or outputs: then rows cannot be taken apart."""
+    """Return whether weights may belong to rows instead of classes or outputs, so that rows cannot be separated."""
     if function in _WEIGHS_ROWS:
         return settings.get("weight") is not None
     tensors = [settings.get(name) for name in ("weight", "pos_weight")]

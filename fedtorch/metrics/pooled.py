@@ -1,7 +1,7 @@
 """Metrics that sums do not make up, on stacked clients: of each client's rows, and of all clients' rows together.
 
-They are torchmetrics that keep examples, as AUROC without thresholds does, or that give more than one number, and
-functions. Each is given one client's own rows at a time; the clients have to be in this process, where their rows are.
+These are torchmetrics that store examples, such as AUROC without thresholds, or return more than one number, and
+functions. Each is called with one client's own rows at a time; the clients have to be in this process, with their rows.
 
 >>> import torch, torchmetrics
 >>> metric = PooledMetric(torchmetrics.ConfusionMatrix("binary"))
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class _Client(NamedTuple):
     """A metric at one client."""
 
-    value: Any  # None where there is none
+    value: Any  # None without a value
     rows: int
     finite: bool  # whether its predictions are
 
@@ -55,7 +55,7 @@ class _Pooled:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._clients: list[_Client] = []  # in the order in which they came
+        self._clients: list[_Client] = []  # in the order of their arrival
         self._error: Exception | None = None  # the first that the metric has raised
 
     def _of_rows(self, prediction: Tree, target: Tree, mask: Tensor) -> list[tuple[int, tuple[Tree, Tree]]]:
@@ -88,11 +88,11 @@ class _Pooled:
 
 
 class PooledMetric(_Pooled):
-    """A torchmetrics metric's values for clients in blocks, and for all of them, by objects of its own.
+    """A torchmetrics metric's values for clients in blocks, and for all of them, with private copies of the metric.
 
     Args:
-        metric: is copied.
-        name: under which it was given.
+        metric: it is copied.
+        name: its name.
 
     Raises:
         TypeError: its value depends on how rows are divided into batches.
@@ -112,29 +112,29 @@ class PooledMetric(_Pooled):
         self._copies: list[torchmetrics.Metric] = []
         self._finite: list[bool] = []
         self._parts: list[list[_Part]] = []
-        self._waiting: dict[int, list[_Part]] = {}  # by place, until all clients are there, in whose order they count
+        self._waiting: dict[int, list[_Part]] = {}  # by position, until all clients have arrived, whose order counts
         self._all = _AllRows(self._metric.clone())
 
     def begin(self, clients: int) -> None:
-        """Begin with the next so many clients."""
+        """Start with the next clients, this many."""
         self._copies = [self._metric.clone() for _ in range(clients)]
         self._finite = [True] * clients
         self._parts = [[] for _ in range(clients)]
 
     def update(self, prediction: Tree, target: Tree, mask: Tensor) -> None:
-        """Update the clients' metrics with rows of theirs, `(K, N, ...)`; those in the mask `(K, N)` count."""
+        """Update the clients' metrics with their rows, `(K, N, ...)`; those in the mask `(K, N)` count."""
         for k, rows in self._of_rows(prediction, target, mask):
             self._finite[k] &= all(bool(leaf.isfinite().all()) for leaf in tree.leaves(rows[0]))
             counts = True
             try:
                 updated(self._copies[k].to(mask.device), *rows)
-            except Exception as error:  # of what a client's rows lack; the others go on
+            except Exception as error:  # a client's rows may be insufficient; the others continue
                 self._raised(error)
                 counts = False
             self._parts[k].append(_Part(rows, counts))
 
     def end(self) -> Tensor:
-        """Keep the values of these clients; return the places `(K,)` where they stand."""
+        """Store the values of these clients; return their positions `(K,)`."""
         first = len(self._clients)
         for copy, parts, finite in zip(self._copies, self._parts, self._finite):
             value = None
@@ -184,9 +184,9 @@ class _Part(NamedTuple):
 
 
 class _AllRows:
-    """A metric of all clients' rows, also of those with which alone it cannot be updated.
+    """A metric of all clients' rows, including rows with which alone it cannot be updated.
 
-    Such rows join those of another client: of a client whose labels are all ignored nothing remains.
+    Such rows are joined with those of another client: a client whose labels are all ignored has no rows left.
     """
 
     def __init__(self, metric: torchmetrics.Metric) -> None:
@@ -196,7 +196,7 @@ class _AllRows:
         self._error: Exception | None = None
 
     def add(self, part: _Part) -> None:
-        """Take in rows of a client; the latest that count are held, for others to join them."""
+        """Add a client's rows; the latest valid ones are held back, for others to join them."""
         if not part.counts:
             self._apart.append(part.rows)
             return
@@ -205,10 +205,10 @@ class _AllRows:
         self._held = part.rows
 
     def metric_of_all(self) -> torchmetrics.Metric | None:
-        """Return the metric that has seen all rows; None where there are none.
+        """Return the metric updated with all rows; None without rows.
 
         Raises:
-            Exception: what the metric has raised of rows of several clients.
+            Exception: the metric's error for rows of several clients.
         """
         held = [] if self._held is None else [self._held]
         if not held and not self._apart:
@@ -234,7 +234,7 @@ class PooledFunction(_Pooled):
 
     Args:
         metric: of the function (prediction `(N, ...)`, target `(N, ...)`).
-        name: under which it was given.
+        name: its name.
 
     Example:
         >>> rmse = PooledFunction(as_stacked(lambda prediction, target: (prediction - target).square().mean().sqrt()))
@@ -249,20 +249,20 @@ class PooledFunction(_Pooled):
         super().__init__(name)
         self._function, self.largest_is_best = metric.function, metric.largest_is_best
         self._parts: list[list[tuple[Tree, Tree]]] = []
-        self._rows: dict[int, tuple[Tree, Tree]] = {}  # by place, of clients that are not of a value per row
-        self._sums: dict[int, float] = {}  # by place, of values per row
+        self._rows: dict[int, tuple[Tree, Tree]] = {}  # by position, of clients without a value per row
+        self._sums: dict[int, float] = {}  # by position, of values per row
 
     def begin(self, clients: int) -> None:
-        """Begin with the next so many clients."""
+        """Start with the next clients, this many."""
         self._parts = [[] for _ in range(clients)]
 
     def update(self, prediction: Tree, target: Tree, mask: Tensor) -> None:
-        """Keep rows of clients, `(K, N, ...)`; those in the mask `(K, N)` count."""
+        """Store rows of clients, `(K, N, ...)`; those in the mask `(K, N)` count."""
         for k, rows in self._of_rows(prediction, target, mask):
             self._parts[k].append(rows)
 
     def end(self) -> Tensor:
-        """Keep the values of these clients; return the places `(K,)` where they stand.
+        """Store the values of these clients; return their positions `(K,)`.
 
         Raises:
             ValueError: batches of a client whose predictions cannot be put one after the other.
@@ -282,7 +282,7 @@ class PooledFunction(_Pooled):
         self._rows[place] = rows
         try:
             value = self._function(*rows)
-        except Exception as error:  # of what a client's rows lack; the others go on
+        except Exception as error:  # a client's rows may be insufficient; the others continue
             self._raised(error)
             return _Client(None, count, finite)
         values = self._checked(value, count)
@@ -333,14 +333,14 @@ class PooledFunction(_Pooled):
 
 
 def any_metrics(metrics: Any, in_process: bool = True) -> dict[str, StackedMetric | PooledMetric | PooledFunction]:
-    """Return metrics in whatever form by name, stacked where sums make them up.
+    """Return metrics given in any form by name, as stacked metrics if sums determine them.
 
     Args:
         metrics: by name.
-        in_process: whether the clients' rows are in this process; sums alone come from elsewhere.
+        in_process: whether the clients' rows are in this process; other processes send sums only.
 
     Raises:
-        TypeError: what is no metric; or, of clients elsewhere, what sums do not make up.
+        TypeError: not a metric; or, for clients elsewhere, one that sums do not determine.
     """
     named = named_metrics(metrics)
     return {name: _as_any(metric, name) if in_process else as_stacked(metric) for name, metric in named.items()}
@@ -366,19 +366,19 @@ def _in_float64(value: Any) -> Any:
 
 
 def _all_nan(value: Any) -> bool:
-    found: list[bool] = []
-    mapped(lambda leaf: found.append(bool(leaf.isnan().all())), value)
-    return bool(found) and all(found)
+    flags: list[bool] = []
+    mapped(lambda leaf: flags.append(bool(leaf.isnan().all())), value)
+    return bool(flags) and all(flags)
 
 
 def _alike(overall: Any, values: Sequence[Any]) -> tuple[Any, Any]:
-    """Return (overall, clients) in one form: tensors `(K, ...)` of one shape, or lists; NaN where there is no value."""
+    """Convert (overall, clients) to one form: tensors `(K, ...)` of one shape, or lists; NaN for missing values."""
     known = [value for value in [overall, *values] if value is not None]
     if not all(isinstance(value, Tensor) for value in known):
         unknown = mapped(lambda leaf: torch.tensor(torch.nan, dtype=torch.float64), known[0])
         return unknown if overall is None else overall, [unknown if value is None else value for value in values]
     dimensions = max((value.ndim for value in known), default=0)
-    full = lambda value: value.reshape((1,) * dimensions) if value.ndim == 0 else value  # of a client of one row
+    full = lambda value: value.reshape((1,) * dimensions) if value.ndim == 0 else value  # of a client with one row
     shapes = {tuple(full(value).shape) for value in values if value is not None}
     shape = next(iter(shapes)) if len(shapes) == 1 else ()
     unknown = torch.full(shape, torch.nan, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Values of a torchmetrics metric for many clients, from the arguments with which their training steps called it.
 
-A metric is updated client by client and batch by batch, as it would be by a loop. Where its states are sums, one `vmap`
-updates them for all batches of one size, if it gives one client's states as the metric itself does.
+A metric is updated client by client and batch by batch, as in a loop. If its states are sums, one `vmap` updates them
+for all batches of one size, provided that it gives the metric's own states for one client.
 
 >>> import torch, torchmetrics
 >>> right = torch.tensor([[True, True, False, False], [True, False, False, False]])  # of two clients' batches of 4
@@ -62,7 +62,7 @@ class Call(NamedTuple):
         """
         try:
             return bool(self.form == other.form)
-        except (RuntimeError, TypeError, ValueError):  # of arguments that cannot be compared, such as arrays
+        except (RuntimeError, TypeError, ValueError):  # arguments that cannot be compared, such as arrays
             return False
 
 
@@ -94,7 +94,7 @@ class BatchCall:
     """One call of a metric in one step, of `K` clients.
 
     Attributes:
-        call: its form; tensors are those of `tensors`.
+        call: its form; its tensors are replaced by `tensors`.
         tensors: `(K, ...)` each; or, where clients' shapes differ, one of each client by its number.
         padded: whether each has a row for each row of a padded batch, `(K, B, ...)`.
         sizes: `(K,)` rows of each client's batch, on the CPU; 0 for a client that takes no step.
@@ -124,7 +124,7 @@ class ClientMetric:
         self._metric = metric.clone()
         self._metric.reset()
         self._metric.compute_with_cache = False
-        self._metric.distributed_available_fn = lambda: False  # clients' metrics never meet over ranks
+        self._metric.distributed_available_fn = lambda: False  # clients' metrics are not synchronised over ranks
         self._states: list[str] = []  # names, where all are sums and `vmap` can update them
         with suppress(TypeError):
             self._states = list(summed_states(self._metric))
@@ -205,7 +205,7 @@ class ClientMetric:
                 states = self._stacked(batches, sizes)
             pairs = zip((state[step, client] for state in states), one)
             same = all(torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in pairs)
-        except (RuntimeError, UserWarning, ValueError):  # not for `vmap`
+        except (RuntimeError, UserWarning, ValueError):  # `vmap` does not support it
             same = False
         if not same:
             self._states = []
@@ -219,10 +219,10 @@ class ClientMetric:
         states: list[Tensor] = []
         for size in every[every > 0].unique().tolist():
             at = (every == size).nonzero()[:, 0].to(flat[0].device)
-            found = vmap(alone)(*(leaf[at, :size] if cut else leaf[at] for leaf, cut in zip(flat, padded)))
-            states = states or [leaf.new_zeros(len(every), *leaf.shape[1:]) for leaf in found]
-            for leaf, own in zip(states, found):
-                leaf[at] = own
+            after_batch = vmap(alone)(*(leaf[at, :size] if cut else leaf[at] for leaf, cut in zip(flat, padded)))
+            states = states or [leaf.new_zeros(len(every), *leaf.shape[1:]) for leaf in after_batch]
+            for leaf, value in zip(states, after_batch):
+                leaf[at] = value
         return [leaf.unflatten(0, sizes.shape) for leaf in states]
 
     def _states_alone(self, call: Call) -> Callable[..., list[Tensor]]:
@@ -230,12 +230,12 @@ class ClientMetric:
 
         def states(*tensors: Tensor) -> list[Tensor]:
             self._metric.reset()
-            nothing = torch.zeros_like(tensors[0]).sum()  # of each client: `vmap` adds in place only to what is batched
+            nothing = torch.zeros_like(tensors[0]).sum()  # of each client: `vmap` adds in place to batched tensors only
             for name in self._states:
                 state = getattr(self._metric, name)
                 setattr(self._metric, name, state + nothing.to(state))
             validates = getattr(self._metric, "validate_args", None)
-            if validates:  # looks at values, which a client's own call has done
+            if validates:  # reads values, which a client's own call has done
                 self._metric.validate_args = False
             try:
                 return self._update(call.arguments(tensors))
@@ -246,7 +246,7 @@ class ClientMetric:
         return states
 
     def _computed(self, states: Sequence[Tensor], sizes: Tensor) -> Tensor:
-        """Return the values of stacked states, `(N,)`; NaN of those that have seen no rows."""
+        """Return the values of stacked states, `(N,)`; NaN for those without rows."""
 
         def value(*one: Tensor) -> Tensor:
             for name, state in zip(self._states, one):
@@ -259,7 +259,7 @@ class ClientMetric:
             with stacked_layers.StackedOperations():
                 known = vmap(value)(*there)
             same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
-        except RuntimeError:  # not for `vmap`
+        except RuntimeError:  # `vmap` does not support it
             same = False
         if not same:
             known = torch.stack([value(*one) for one in zip(*there)])

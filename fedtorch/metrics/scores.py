@@ -18,6 +18,7 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.expected import loaded
 from fedtorch.metrics import stacked as fm
+from fedtorch.tables.rendering import facts
 from fedtorch.tree import Tree
 
 
@@ -39,23 +40,36 @@ class Score(NamedTuple):
     # (K,) of each client's rows, or (K, ...) of a metric of several numbers; where clients' shapes differ, and of
     # trees, a list of K values. NaN where a client has no rows, has failed, or the metric is undefined.
     clients: Any
-    largest_is_best: bool | None = None  # what the metric says of itself
+    largest_is_best: bool | None = None  # the metric's own attribute
     failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
     undefined: Tensor | None = None  # (K,) bool, clients that have rows, on which the metric is not defined
 
     def __repr__(self) -> str:
-        clients = f"{len(self.clients)} client{'s' * (len(self.clients) != 1)}"
+        overall, count, *others = self._facts().items()
+        clients = f"{count[1]} client{'s' * (len(self.clients) != 1)}"
+        words = [f"{name} {value}" if name in ("mean", "worst") else f"{value} {name}" for name, value in others]
+        return f"Score({overall[1]} over all rows; {clients}{': ' if words else ''}{', '.join(words)})"
+
+    def _repr_html_(self) -> str:
+        return facts("Score", self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """Return the number of all rows, how many clients there are, and what there is to say of theirs."""
         if not self.is_number:
             shape = f" of shape {tuple(self.overall.shape)}" if isinstance(self.overall, Tensor) else ""
-            return f"Score(a {type(self.overall).__name__}{shape} over all rows; {clients})"
-        words = [f"mean {self.mean():.4g}"]
+            return {"all rows": f"a {type(self.overall).__name__}{shape}", "clients": str(len(self.clients))}
+        found = {
+            "all rows": f"{float(self.overall):.4g}",
+            "clients": str(len(self.clients)),
+            "mean": f"{self.mean():.4g}",
+        }
         if self.largest_is_best is not None:
-            words.append(f"worst {self.worst():.4g}")
+            found["worst"] = f"{self.worst():.4g}"
         if self._any_failed():
-            words.append(f"{int(self.failed.sum())} failed")  # type: ignore[union-attr]
+            found["failed"] = str(int(self.failed.sum()))  # type: ignore[union-attr]
         if self.count_undefined():
-            words.append(f"{self.count_undefined()} undefined")
-        return f"Score({float(self.overall):.4g} over all rows; {clients}: {', '.join(words)})"
+            found["undefined"] = str(self.count_undefined())
+        return found
 
     @property
     def is_number(self) -> bool:
@@ -63,14 +77,14 @@ class Score(NamedTuple):
         return isinstance(self.clients, Tensor) and self.clients.ndim == 1
 
     def mean(self) -> float:
-        """Return the mean over the clients for which it is defined; NaN where one of them failed, or there is none."""
+        """Return the mean over the clients for which it is defined; NaN if one failed, or if there is none."""
         self._check_one_number()
         return math.nan if self._any_failed() else float(self.clients.nanmean())
 
     def worst(self, largest_is_best: bool | None = None) -> float:
-        """Return the worst client's value, at the end that is given or that the metric says.
+        """Return the worst client's value, in the given direction or the metric's.
 
-        NaN where a client failed, which no number is worse than, or where it is defined for no client.
+        NaN if a client failed, which is worse than any number, or if it is defined for no client.
         """
         ordered = self._from_worst(largest_is_best)
         return math.nan if self._any_failed() else float(ordered[:1].mean())
@@ -107,10 +121,10 @@ class Score(NamedTuple):
 
 
 def is_largest_best(given: bool | None, own: bool | None) -> bool:
-    """Return the end that is given, or else the one that the metric states.
+    """Return the given direction, or else the metric's.
 
     Raises:
-        ValueError: neither says it.
+        ValueError: neither is known.
 
     Example:
         >>> is_largest_best(None, own=False)  # as errors say of themselves
@@ -125,10 +139,10 @@ def is_largest_best(given: bool | None, own: bool | None) -> bool:
 
 
 def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
-    """Return metrics in whatever form, by name.
+    """Return metrics given in any form, by name.
 
     Raises:
-        TypeError: they have no names, or one of them is no metric that sums make up.
+        TypeError: they have no names, or one is not a metric that sums determine.
         ValueError: no metrics.
     """
     return {name: fm.as_stacked(metric) for name, metric in named_metrics(metrics).items()}
@@ -158,7 +172,7 @@ def score_of(metric: fm.StackedMetric, sums: Tree, raised: Tensor | None = None)
     """Return the score of the clients' sums, leaves `(K, ...)`.
 
     Args:
-        metric: that made them.
+        metric: source of the sums.
         sums: of the clients' rows.
         raised: `(K,)` bool, clients whose sums could not be had; their rows are left out.
 

@@ -29,12 +29,12 @@ class StackedMetric:
     """A metric that sums make up.
 
     Attributes:
-        update: (prediction `(K, N, ...)`, target `(K, N, ...)`, mask `(K, N)`) -> sums, leaves `(K, ...)`.
-            Rows outside the mask are padding and change nothing, whatever they hold.
+        update: (prediction `(K, N, ...)`, target `(K, N, ...)`, mask `(K, N)`) -> sums, leaves `(K, ...)`. Rows outside
+            the mask are padding and change nothing, with any content.
         compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
             float64. Without rows the value is NaN.
-        largest_is_best: whether it is large for good predictions, and not small as losses are; None if not known.
-        defined: sums `(K, ...)` -> `(K,)` bool, whether a client's rows define it; None where NaN says it.
+        largest_is_best: whether large values are good, or small ones as for losses; None if unknown.
+        defined: sums `(K, ...)` -> `(K,)` bool, whether a client's rows define it; None if NaN indicates that.
     """
 
     update: Callable[[Tensor, Tensor, Tensor], Tree]
@@ -48,19 +48,19 @@ class FunctionMetric(StackedMetric):
     """A function of a client's predictions and targets, `(N, ...)`; its sums are those of values per row.
 
     Attributes:
-        function: as it was given.
+        function: as given.
     """
 
     function: Function = torch.eq
 
 
 def mean_of(function: Function, largest_is_best: bool | None = None) -> StackedMetric:
-    """Return a function of a client's predictions and targets as a metric, and say which end of it is best.
+    """Build a metric, with its direction, from a function of a client's predictions and targets.
 
     Args:
-        function: (prediction `(N, ...)`, target `(N, ...)`) -> a value per row, `(N,)`, of which the mean is taken, or
-            one number. It is called with one client's own rows, without padding, as `loss=` is.
-        largest_is_best: whether it is large for good predictions; None if that is not known.
+        function: (prediction `(N, ...)`, target `(N, ...)`) -> a value per row, `(N,)`, which is averaged, or one
+            number. It is called with one client's own rows, without padding, like `loss=`.
+        largest_is_best: whether large values are good; None if unknown.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -89,8 +89,8 @@ def rows_of(client: int, mask: Tensor, *values: Tree) -> tuple[Tree, ...]:
     """Return a client's own rows of stacked values `(K, N, ...)`, those in the mask `(K, N)`, without gradients."""
     inside = mask[client]
     whole = bool(inside.all())
-    own = lambda leaf: leaf[client].detach() if whole else leaf[client][inside].detach()
-    return tuple(tree.map(own, value) for value in values)
+    select = lambda leaf: leaf[client].detach() if whole else leaf[client][inside].detach()
+    return tuple(tree.map(select, value) for value in values)
 
 
 def values_per_row(value: Any, rows: int) -> Tensor | None:
@@ -98,7 +98,7 @@ def values_per_row(value: Any, rows: int) -> Tensor | None:
 
     Raises:
         ValueError: a tensor of another shape.
-        TypeError: neither numbers nor a tree of them.
+        TypeError: neither numbers nor a tree of numbers.
     """
     if isinstance(value, (dict, list, tuple)):
         return None
@@ -135,7 +135,7 @@ def _mean_of_rows(each: Callable[[Tensor, Tensor], Tensor], largest_is_best: boo
 def accuracy() -> StackedMetric:
     """Return the share of examples with the largest logit at the target: logits `(K, N, C)`, classes `(K, N)`.
 
-    Binary logits, `(K, N)` or `(K, N, 1)`, say class 1 where they are positive. NaN is never right.
+    Binary logits, `(K, N)` or `(K, N, 1)`, predict class 1 if positive. NaN is never right.
     """
 
     def hits(prediction: Tensor, target: Tensor) -> Tensor:
@@ -181,12 +181,12 @@ def calibration_error(bins: int = 15) -> StackedMetric:
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|
         = \frac{1}{n} \sum_b \Big|\sum_{i \in b} (\mathrm{hit}_i - p_i)\Big|
 
-    with bins of equal width over the confidences :math:`p_i`: all that a client sends is the sums of
-    :math:`\mathrm{hit}_i - p_i` per bin. As in torchmetrics, a bin holds its left end and a confidence of
-    exactly one has a bin of its own. Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
+    with bins of equal width over the confidences :math:`p_i`: a client sends only the sums of
+    :math:`\mathrm{hit}_i - p_i` per bin. As in torchmetrics, a bin contains its left end and a confidence of exactly
+    one has its own bin. Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
 
     Args:
-        bins: how many bins.
+        bins: number of bins.
 
     Reference: Guo, Pleiss, Sun, Weinberger, On calibration of modern neural networks (2017), equation 5.
 
@@ -218,22 +218,22 @@ def calibration_error(bins: int = 15) -> StackedMetric:
 def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
     """Return a torchmetrics metric, all of whose states are sums, on stacked clients.
 
-    The metric is copied, and runs client by client on the rows inside the mask. `compute` gives NaN for
-    clients without rows and where the metric finds too little to work with (the R² of one row). What
-    the metric would warn of, such as a class that a client lacks, is not repeated for every client and round.
+    The metric is copied, and runs client by client on the rows inside the mask. `compute` gives NaN for clients without
+    rows and if the metric is undefined for them (the R² of one row). Warnings of the metric, such as about a class that
+    a client lacks, are not repeated for every client and round.
 
     Args:
         metric: gives one number; its own states are left alone.
 
     Raises:
-        TypeError: the metric keeps what sums cannot make up (lists of examples, running means, extremes),
-            wraps other metrics, or gives more than one number; the message says what to use.
+        TypeError: the metric has states other than sums (lists of examples, running means, extremes), wraps other
+            metrics, or gives more than one number; the message names an alternative.
     """
     name = type(metric).__name__
     copy = metric.clone()
     copy.reset()
     copy.compute_with_cache = False
-    copy.distributed_available_fn = lambda: False  # the sums meet elsewhere, never by this metric's own all_gather
+    copy.distributed_available_fn = lambda: False  # sums are exchanged elsewhere, never by this metric's own all_gather
     defaults = summed_states(copy)
     number_computed(copy)
 
@@ -277,7 +277,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
 
 
 def as_stacked(metric: Any) -> StackedMetric:
-    """Return a metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function.
+    """Return a metric given in any form: stacked, of torchmetrics, a loss of torch, or a function.
 
     Raises:
         TypeError: it is none of these.
@@ -310,7 +310,7 @@ def _is_loss(function: Function) -> bool:
 
 
 def _number_or_nan(metric: torchmetrics.Metric) -> Tensor:
-    """Return what a metric's states come to; NaN where it is undefined, or cannot be computed."""
+    """Compute a metric from its states; NaN if it is undefined, or cannot be computed."""
     try:
         return number_computed(metric)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Models as `nn.Module`s; they know nothing of federation.
+"""Models as `nn.Module`s, independent of the federation.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.models import linear

@@ -1,4 +1,4 @@
-"""As few rows as there are columns, which stand for all rows of a linear model."""
+"""Reduction of a linear model's rows to as many rows as there are columns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedtorch.models.linear import SufficientStatistics
 
 
 class Reduced(NamedTuple):
-    """d rows that stand for all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'(θ − fit)‖²."""
+    """d rows equivalent to all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'(θ − fit)‖²."""
 
     root: Tensor  # (..., d, d) B with BB' = X'X
-    fit: Tensor  # (..., d) θ̂, zero where sums are about zero
+    fit: Tensor  # (..., d) θ̂, zero if the sums are not centred
     response: Tensor  # (..., d) z with B z = X'(y − Xθ̂)
     rest: Tensor  # (...) ‖y − Xθ̂‖² − ‖z‖²
     count: Tensor  # type: ignore[assignment]  # (...) n
@@ -26,14 +26,14 @@ class Reduced(NamedTuple):
 
 
 def reduced(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Reduced:
-    """Return a triangular B, columns in the order of their size; directions that the rows leave open are zero.
+    """Return a triangular B with columns in the order of their size; directions without information are zero.
 
-    Its columns then differ in size as those of X do, which a symmetric root would mix up.
+    Its columns differ in size as those of X do; a symmetric root would mix them.
 
     Args:
-        statistics: of the rows.
-        rows: x `(..., N, d)` and y `(..., N)` themselves, zero where there is none. Sums of y are then taken about
-            their least squares fit: of responses far from zero, y'y has no digits left for what the fit leaves.
+        statistics: sufficient statistics of the rows.
+        rows: x `(..., N, d)` and y `(..., N)` themselves, zero on padding. Sums of y are then taken about their least
+            squares fit, because for responses far from zero y'y loses all digits of the residual sum of squares.
     """
     gram, cross, power, count = statistics
     scale, values, vectors = linalg.equilibrated(gram)

@@ -1,9 +1,9 @@
 """Rows with missing cells completed by draws that are the same wherever they are made.
 
-A client's draws follow from a key and from the client's own rows, not from its number or block: in one process, over
-ranks and at a site of its own a row is completed alike, and a second time too. Rows without a response say nothing of
-it once their cells are drawn from the same model; they help to complete the others, and are left out of what is
-returned (von Hippel 2007, "Regression with missing Ys", Sociological Methodology 37).
+A client's draws follow from a key and the client's own rows, not from its number or block: in one process, over ranks
+and at a site a row is completed alike, and every time. Rows without a response have no information about it once their
+cells are drawn from the same model; they help to complete the others, and are left out of the result (von Hippel 2007,
+"Regression with missing Ys", Sociological Methodology 37).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def completed(data: ClientData, normal: SiteNormal, key: Tensor, design: Design 
     Args:
         data: rows with missing cells.
         normal: of all columns, one for all clients.
-        key: of the completed data set.
+        key: random key of the completed data set.
         design: the formula whose columns these are, which makes the rows; default: rows (x, y) of the columns.
 
     Raises:
@@ -68,7 +68,7 @@ def _padded(leaf: Tensor, size: int) -> Tensor:
 
 
 def _keys(rows: Any, key: Tensor) -> Tensor:
-    """Return a key for each client `(K,)`, of the bits of its rows; padding is zeros and adds nothing."""
+    """Return a key for each client `(K,)`, from the bits of its rows; padding is zeros and adds nothing."""
     cells = torch.cat([rows.values.view(torch.int64), (rows.observed & _inside(rows)).long()], -1)
     weight = (torch.arange(cells.shape[1] * cells.shape[2], device=cells.device) * 2 + 1) * _MIX
     mixed = cells.flatten(1) ^ (cells.flatten(1) >> 29)

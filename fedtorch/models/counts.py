@@ -1,7 +1,7 @@
-r"""Log densities of counts, exact also where counts are huge: differences are taken before products.
+r"""Log densities of counts, accurate also for huge counts: differences are taken before products.
 
-A log density such as y η − e^η − log y! of a count of 10⁹ is the difference of numbers of 10¹⁰, of which rounding
-leaves five digits. Here each density is what it is where it is largest, or nearly, and how much less it is elsewhere:
+A log density such as y η − e^η − log y! of a count of 10⁹ is the difference of numbers of 10¹⁰, so rounding leaves five
+digits. Here each density is its value at or near its maximum, plus the difference from there:
 
 >>> import torch
 >>> y = torch.tensor([1e9], dtype=torch.float64)
@@ -16,8 +16,8 @@ import math
 import torch
 from torch import Tensor
 
-_SERIES = 1000.0  # from where log Γ is the more exact by three terms of Stirling's series
-FURTHEST = 200.0  # of the logarithm of a mean, so that its powers are numbers
+_SERIES = 1000.0  # from here on three terms of Stirling's series are more exact than log Γ
+FURTHEST = 200.0  # largest logarithm of a mean, so that its powers are finite
 _NEAR = 1.0  # distances from the base below which ratios are expanded
 
 
@@ -51,7 +51,7 @@ def binomial_base(y: Tensor, trials: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def binomial(y: Tensor, eta: Tensor, trials: Tensor) -> Tensor:
-    """Return log p(y) of successes of so many trials with log-odds η.
+    """Return log p(y) of successes in a number of trials with log-odds η.
 
     >>> binomial(torch.tensor([0.0, 3.0]), torch.zeros(2), torch.tensor([2.0, 3.0])).exp()
     tensor([0.2500, 0.1250])
@@ -72,7 +72,7 @@ def binomial_ratio(y: Tensor, eta: Tensor, trials: Tensor, start: Tensor) -> Ten
 
 
 def negative_binomial(y: Tensor, eta: Tensor, log_dispersion: Tensor) -> Tensor:
-    """Return log p(y) of counts of mean e^η and variance e^η + e^{2η} / r, given log r.
+    """Return log p(y) of counts with mean e^η and variance e^η + e^{2η} / r, given log r.
 
     >>> negative_binomial(torch.arange(3.0), torch.zeros(3), torch.zeros(1)).exp()
     tensor([0.5000, 0.2500, 0.1250])

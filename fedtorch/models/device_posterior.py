@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
+from fedtorch._lazy import only
+
 __all__ = ["discoveries", "interval", "selected"]
+__dir__ = only(__all__)
 
 _BISECTIONS = 60
 
@@ -43,7 +46,7 @@ class DevicePosterior(NamedTuple):
 
     def distribution(self) -> MixtureSameFamily:
         """Return θ_k, batch `(K,)`, event `(d,)`."""
-        known = self.covariances.diagonal(dim1=-2, dim2=-1) == 0  # as fixed effects are, given what is shared
+        known = self.covariances.diagonal(dim1=-2, dim2=-1) == 0  # fixed effects are known given the shared parameters
         root = torch.linalg.cholesky(self.covariances + torch.diag_embed(known.to(self.covariances)))
         root = root.masked_fill(known[..., None], 0.0)
         each = MultivariateNormal(self.means, scale_tril=root, validate_args=False)
@@ -130,7 +133,7 @@ def null_probability(distribution: MixtureSameFamily | Normal, width: float = 0.
 
     Args:
         distribution: of single coefficients.
-        width: the null is |θ| ≤ width; with 0 it is that θ has not its more probable sign.
+        width: the null is |θ| ≤ width; for 0 it is that θ has its less probable sign.
 
     >>> import torch
     >>> from torch.distributions import Normal
@@ -154,7 +157,7 @@ def discoveries(null: Tensor, fdr: float = 0.05) -> Tensor:
     """Return the largest set of hypotheses whose Bayesian false discovery rate is at most `fdr`.
 
     Args:
-        null: posterior probabilities of the null hypotheses, of any shape; 1 less those of inclusion.
+        null: posterior probabilities of the null hypotheses, of any shape; for inclusion, 1 minus its probability.
         fdr: bound on the mean of `null` over the set, between 0 and 1.
 
     Returns:
@@ -177,6 +180,6 @@ def discoveries(null: Tensor, fdr: float = 0.05) -> Tensor:
 
 
 def _mixture(weights: Tensor, mean: Tensor, sd: Tensor) -> MixtureSameFamily:
-    """Return mixtures of normal densities, the narrowest of which stand for points."""
+    """Return mixtures of normal densities, in which very narrow ones represent points."""
     sd = sd.clamp(min=torch.finfo(sd.dtype).tiny)
     return MixtureSameFamily(Categorical(weights), Normal(mean, sd, validate_args=False), validate_args=False)

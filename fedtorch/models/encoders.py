@@ -1,13 +1,13 @@
-r"""Amortised encoders: what is seen of a row gives the parameters of its latent variable.
+r"""Amortised encoders: functions from a row to the parameters of its latent variable.
 
 One small network serves all rows, so its size does not grow with them; many networks, one for each element of a batch
 (folds × models × seeds), are one stack of weights. With
 
 .. math:: f(v) = A v + c + V \tanh(W v + b), \qquad v \in R^F .
 
-The linear part is exact for Gaussian models; the rest starts at zero, so that a new encoder answers zero. A family
-q(z | θ) is given a function that makes an encoder of so many inputs and outputs, and calls it with the weights of its
-own through `encoded`.
+The linear part is exact for Gaussian models; the rest starts at zero, so that a new encoder returns zero. A family q(z
+| θ) gets a function that makes an encoder for given numbers of inputs and outputs, and calls it with its own weights
+through `encoded`.
 
 >>> from fedtorch import random
 >>> make = perceptron(hidden=8)
@@ -29,14 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random
+from fedtorch._lazy import only
 
 __all__ = ("perceptron",)
+__dir__ = only(__all__)
 
 
 class Encoder(nn.Module):
     """One hidden layer of hyperbolic tangents beside a linear part.
 
-    Its parameters may be those of a stack, with `(B, 1)` in front.
+    Its parameters may be a stack, with `(B, 1)` in front.
 
     Args:
         inputs: F.
@@ -53,7 +55,7 @@ class Encoder(nn.Module):
             self.second = nn.Parameter(torch.zeros(outputs, hidden))
 
     def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Return weights of a stack that answers zero, `(B, 1, ...)` each: alike for one key, different for `(B,)`."""
+        """Return weights `(B, 1, ...)` of a stack with output zero: equal for one key, different for keys `(B,)`."""
         shapes = {name: (batch, 1, *value.shape) for name, value in self.named_parameters()}
         weights = {name: torch.zeros(shape, dtype=dtype, device=key.device) for name, shape in shapes.items()}
         if self.hidden:
@@ -65,7 +67,7 @@ class Encoder(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Encode features of rows `(B, M, F, n)` to `(B, M, O, n)`."""
-        parameters: Any = self._parameters  # what `__getattr__` would find, in a tenth of its time
+        parameters: Any = self._parameters  # a faster `__getattr__`
         if not self.hidden:
             return _affine(parameters["skip"], features, parameters["shift"])
         # tanh(v) = 2σ(2v) − 1, whose σ costs a tenth of tanh on a CPU; the twos go to the weights, which are small.
@@ -78,7 +80,7 @@ EncoderFactory = Callable[[int, int], Encoder]  # (inputs, outputs) -> an encode
 
 
 def affine() -> EncoderFactory:
-    """Make encoders of the linear part alone, `A v + c`: exact where the model is Gaussian."""
+    """Build encoders with the linear part alone, `A v + c`: exact for Gaussian models."""
     return partial(Encoder, hidden=0)
 
 
@@ -94,7 +96,7 @@ def perceptron(hidden: int = 16) -> EncoderFactory:
 
 
 def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Any:
-    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`; a user's may be `own_encoders.Laws`.
+    """Return the outputs of an encoder with these weights, `(B, M, outputs, n)`, or a user's `own_encoders.Laws`.
 
     Args:
         make: makes the encoder.

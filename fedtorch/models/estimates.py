@@ -1,4 +1,4 @@
-"""What a fit has found of named quantities: nodes or draws of their posterior, and the table that is made of them.
+"""Estimates of named quantities: nodes or draws of their posterior, and the table of them.
 
 >>> import torch
 >>> from fedtorch.models.estimates import Estimates
@@ -40,12 +40,12 @@ class Estimates(NamedTuple):
     names: tuple[str, ...]
     nodes: Tensor  # (R, q)
     weights: Tensor | None = None  # (R,) of sum 1; None: draws, all alike
-    coefficients: int = 0  # the first so many are coefficients, of which there are linear combinations
-    normal: Moments | None = None  # of the coefficients, where their posterior is normal and intervals exact
-    n: tuple[int | None, ...] = ()  # rows that a quantity is estimated from; clients, of what differs between them
+    coefficients: int = 0  # number of leading quantities that are coefficients, which have linear combinations
+    normal: Moments | None = None  # of the coefficients, if their posterior is normal and intervals are exact
+    n: tuple[int | None, ...] = ()  # rows behind a quantity; number of clients for parameters of their variation
     diagnostics: Diagnostics | None = None
-    chains: int = 1  # of draws, one after the other
-    about: str = ""  # what the numbers are, for the caption of a table
+    chains: int = 1  # number of chains, in draws one after the other
+    about: str = ""  # description of the numbers, for the caption of a table
 
     def table(self, level: float) -> ResultFrame:
         """Return estimates, sds and equal-tailed intervals, by name."""
@@ -91,7 +91,7 @@ def own_names(names: Iterable[str], taken: Iterable[str]) -> tuple[str, ...]:
 
     Args:
         names: such as `sigma` and `sd(age)`.
-        taken: names of coefficients, which are those of columns.
+        taken: names of coefficients, which are column names.
 
     >>> own_names(["sd(sigma)", "sigma"], ["age", "sigma"])
     ('sd(sigma)', 'sigma (model)')
@@ -111,8 +111,8 @@ def over_clients(rows: Tensor, noise: Tensor, columns: Sequence[str], count: int
     Args:
         rows: coefficients of each client `(K, p)`.
         noise: variances `(K,)`.
-        columns: names of the coefficients, where there are as many.
-        count: of rows of data that they were found from.
+        columns: names of the coefficients, used if their number matches.
+        count: number of rows behind the estimates.
 
     >>> import torch
     >>> found = over_clients(torch.tensor([[1.0], [3.0]]).double(), torch.tensor([4.0, 4.0]).double(), ["age"], 40)

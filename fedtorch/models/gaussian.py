@@ -1,8 +1,8 @@
 """Normal distributions in natural parameters, which add where densities multiply.
 
-N(m, Q⁻¹) is held as the shift r = Q m and the lower triangle of the precision Q, packed row by row, so that sums of
-thousands cannot lose its symmetry. Products and quotients of normal densities are sums and differences of these trees;
-the result need not be a density: Q may be indefinite, and `is_proper` tells.
+N(m, Q⁻¹) is stored as the shift r = Q m and the lower triangle of the precision Q, packed row by row, so that sums of
+thousands stay symmetric. Products and quotients of normal densities are sums and differences of these trees; the result
+need not be a density: Q may be indefinite, which `is_proper` tests.
 
 >>> import torch
 >>> from fedtorch import tree
@@ -93,7 +93,7 @@ def moments(natural: Natural) -> Moments:
 
 
 def is_proper(natural: Natural) -> Tensor:
-    """Return where natural parameters are those of densities: finite, with a positive definite precision, `(...)`."""
+    """Return which natural parameters belong to densities: finite, with a positive definite precision, `(...)`."""
     finite = natural.shift.isfinite().all(-1) & natural.precision.isfinite().all(-1)
     if natural.shift.shape[-1] == 0:
         return finite

@@ -1,16 +1,17 @@
-r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given what is
-observed.
+r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given the observed
+ones.
 
-Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :math:`\mu_k \sim N(\mu,
-\mathrm{diag}(\tau))`; τ = 0 makes all sites one. A site draws its mean with its missing cells integrated out, then the
-cells given the mean:
+Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by
+:math:`\mu_k \sim N(\mu, \mathrm{diag}(\tau))`; τ = 0 gives all sites one mean. A site draws its mean with its missing
+cells integrated out, then the cells given the mean:
 
 .. math::
     \mu_k = \mu + \tau^{1/2} u, \quad
     u \sim N(V \tau^{1/2} \textstyle\sum_i J_i (z_i - \mu), V), \quad
     V^{-1} = I + \tau^{1/2} \textstyle\sum_i J_i \, \tau^{1/2},
 
-with :math:`J_i = \Sigma_{oo}^{-1}`, zero where row i is missing. Rows with the same cells missing share their matrices.
+with :math:`J_i = \Sigma_{oo}^{-1}`, zero in the rows and columns of missing cells. Rows with the same missing cells
+share their matrices.
 
 Source: Schafer (1997), "Analysis of Incomplete Multivariate Data", section 5.4; Schafer and Yucel (2002),
 "Computational strategies for multivariate linear mixed-effects models with missing values", JCGS 11.
@@ -98,10 +99,10 @@ def gaps(data: Any) -> Gaps:
 
 
 def drawn(gaps: Gaps, normal: SiteNormal, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (rows with their missing cells drawn `(K, N, p)`, the sites' means `(K, p)`) given what is observed.
+    """Return (rows with their missing cells drawn `(K, N, p)`, the sites' means `(K, p)`) given the observed cells.
 
     Args:
-        gaps: of `gaps`.
+        gaps: from `gaps`.
         normal: `(K, ...)`, as each client has received it.
         keys: `(K,)`.
 
@@ -166,7 +167,7 @@ def incomplete_rows(rows: Any) -> Incomplete:
 
 
 def check_columns(normal: Normal | SiteNormal, columns: int) -> None:
-    """Raise ValueError unless a normal distribution has so many columns."""
+    """Raise ValueError unless a normal distribution has this many columns."""
     if (got := normal.mean.shape[-1]) != columns:
         raise ValueError(
             f"Expected a normal distribution of {columns} columns, the response last, but got one of {got}"
@@ -205,7 +206,7 @@ def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tenso
 def _given_observed(covariance: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return J = Σ_oo⁻¹, the slopes Σ_mo J and the covariance Σ_mm − Σ_mo J Σ_om, `(..., p, p)` each, zero elsewhere.
 
-    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+    Σ_oo is inverted within the whole matrix, with the identity in rows and columns of missing variables.
 
     Args:
         covariance: Σ, `(..., p, p)`.

@@ -1,13 +1,13 @@
 r"""Linear models in closed form: a head on any features, sufficient statistics, ridge, residual variance.
 
-The rows of a client enter a linear model with squared loss through X'X, X'y, y'y and n only. Everything here is
-batched: leading dimensions are clients, `(K, N, d)`, or nothing at all for one data set `(N, d)`. Statistics are kept
-in float64, because forming them squares the condition number.
+The rows of a client enter a linear model with squared loss through X'X, X'y, y'y and n only. All functions are batched:
+leading dimensions are clients, `(K, N, d)`, or absent for one data set `(N, d)`. Statistics are in float64, because
+forming them squares the condition number.
 
-Columns may have any units: before anything is factorised or cut they are brought to one size (`fedtorch.linalg`).
-Where columns depend on each other, there are many solutions. Which combinations the rows leave open is found at that
-one size; of the solutions it is then the one of least norm in the units of the columns as they were given. A column
-of zeros gets the coefficient zero.
+Columns may have any units: before factorisation or truncation they are scaled to one size (`fedtorch.linalg`). If
+columns are linearly dependent, there are many solutions. Undetermined combinations are found at that one size; the
+returned solution then has the least norm in the units of the given columns. A column of zeros gets the coefficient
+zero.
 
 >>> import torch
 >>> from fedtorch.models.linear import LinearHead, polynomial, ridge, sufficient_statistics
@@ -31,23 +31,25 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import linalg, tree
+from fedtorch._lazy import only
 from fedtorch.programs import choice
 
 if TYPE_CHECKING:
     from fedtorch.data import FederatedData
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
+__dir__ = only(__all__)
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
-LINEAR_EXTRAS = ("offset", "weight")  # what linear models know beside x and y
-CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units
+LINEAR_EXTRAS = ("offset", "weight")  # fields of linear models besides x and y
+CLEAR = 1e-6  # relative eigenvalue above which results are equally exact in any units
 _EPS = torch.finfo(torch.float64).eps
 _ROUNDING = 64 * _EPS  # of the sums over rows, relative to the largest eigenvalue
 
 
 def raw(x: Tensor) -> Tensor:
-    """Return the inputs as they are, `(..., q)`."""
+    """Return the inputs unchanged, `(..., q)`."""
     return x
 
 
@@ -67,9 +69,9 @@ def _powers(degree: int, x: Tensor) -> Tensor:
 
 
 def is_rowwise(module: nn.Module) -> bool:
-    """Return whether a linear model's output for a row is known to depend on that row alone.
+    """Return whether a linear model's output for a row depends on that row alone, by its type.
 
-    It is of an `nn.Linear`, and of a `LinearHead` of the inputs or their powers, without hooks.
+    It belongs to an `nn.Linear`, or to a `LinearHead` of the inputs or their powers, without hooks.
 
     Example:
         >>> is_rowwise(LinearHead(3)), is_rowwise(LinearHead(3, lambda x: x - x.mean(-2, keepdim=True)))
@@ -89,9 +91,9 @@ class LinearHead(nn.Module):
     θ is one parameter `coefficients` `(p,)`, the intercept θ₀ at its end, and starts at zero.
 
     Args:
-        features: how many numbers `feature_map` gives, d.
-        feature_map: inputs `(..., q)` -> features `(..., d)`; `raw`, `polynomial(degree)` or any function, such as
-            the body of a network, which then is a part of the module: frozen where the head is found in closed form
+        features: number of features of `feature_map`, d.
+        feature_map: inputs `(..., q)` -> features `(..., d)`; `raw`, `polynomial(degree)` or any function, such as the
+            body of a network, which is then a part of the module: frozen if the head is computed in closed form
             (`ft.least_squares`, `ft.matrix_normal`), trained or frozen in `ft.gradient_descent`.
         intercept: whether there is a constant feature at the end, so that p = d + 1.
         given: whether θ is a buffer that others fill in while the feature map is trained, as `ft.shared_body` does.
@@ -100,7 +102,7 @@ class LinearHead(nn.Module):
     Shapes: inputs `(..., q)`, outputs `(...)`.
 
     Raises:
-        ValueError: no features and no intercept; or, when called, a feature map that gives another number of them.
+        ValueError: no features and no intercept; or, in a call, a feature map with another number of features.
 
     Example:
         >>> import torch
@@ -144,7 +146,7 @@ class LinearHead(nn.Module):
     def block_design(self, x: Tensor) -> Tensor:
         """Return the rows of the design matrices of stacked clients, inputs `(K, N, ...)` -> `(K, N, p)`.
 
-        The feature map gets them as rows of one client, `(K · N, ...)`, as the body of a network wants them.
+        The feature map gets them as rows of one client, `(K · N, ...)`, the usual input of a network's body.
 
         >>> pixels = torch.ones(2, 5, 1, 4, 4)  # two clients' five images of one channel
         >>> LinearHead(16, nn.Flatten()).block_design(pixels).shape
@@ -187,7 +189,7 @@ class SufficientStatistics(NamedTuple):
         return joined._replace(count=joined.count.to(torch.float64))
 
     def per_row(self) -> SufficientStatistics:
-        """Return X'X / n, X'y / n and y'y / n, zeros where there are no rows."""
+        """Return X'X / n, X'y / n and y'y / n, zeros without rows."""
         n = self.count.clamp(min=1)
         return tree.map(lambda leaf: leaf / tree.along(n, leaf), self)._replace(count=self.count)
 
@@ -202,10 +204,10 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
     Args:
         design: `(..., N, p)`, the features of every row.
         y: `(..., N)`, or `(..., N, o)` of o responses.
-        mask: `(..., N)` bool, which rows are data; all of them if None. A client without rows has zeros.
+        mask: `(..., N)` bool, marks rows against padding; None for no padding. A client without rows has zeros.
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: the shapes do not match.
     """
     shape = design.shape[:-1]
     if y.shape[: len(shape)] != shape or y.ndim > design.ndim or (mask is not None and mask.shape != shape):
@@ -221,7 +223,7 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
     power = y.square().flatten(len(shape) - 1).sum(-1)
     if y.ndim > len(shape) and y.shape[-1] != 1:
         cross = design.mT @ y
-    else:  # of one response a row times the design, which is faster than the design's transpose times a column
+    else:  # for one response, y'X is faster than X'y
         cross = y.reshape(*shape[:-1], 1, shape[-1]) @ design
         cross = cross.reshape(*shape[:-1], design.shape[-1], *y.shape[len(shape) :])
     return SufficientStatistics(design.mT @ design, cross, power, rows)
@@ -230,7 +232,8 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
 def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
     """Return the statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `rows.observations`.
 
-    An offset is taken from y, and a weight w says that the row's variance is σ² / w: both are multiplied by w^½.
+    An offset is subtracted from y, and a weight w means that the row's variance is σ² / w: both sides are multiplied by
+    w^½.
 
     >>> import fedtorch as ft
     >>> beside = {"offset": torch.ones(2), "weight": torch.tensor([4.0, 1.0])}
@@ -261,7 +264,7 @@ def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Te
     eye = torch.eye(statistics.gram.shape[-1], dtype=torch.float64, device=statistics.gram.device)
     matrix = statistics.gram + penalty[..., None, None] * eye
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    size = matrix.diagonal(dim1=-2, dim2=-1)  # a pivot beside it is one minus the column's R² from those before it
+    size = matrix.diagonal(dim1=-2, dim2=-1)  # a relative pivot is one minus the column's R² on those before it
     pivot = factor.diagonal(dim1=-2, dim2=-1).square()
     unique = (failed == 0) & (pivot > _ROUNDING * matrix.shape[-1] * size).all(-1)
     if not bool(unique.all()):
@@ -280,30 +283,30 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
 class Spectral(NamedTuple):
     """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns.
 
-    Sums of y are taken about the least squares fit θ̂, of responses far from zero, too:
-    ‖y − Xθ‖² = rest + δ'(X'X δ − 2 left), δ = θ − θ̂.
+    Sums of y are taken about the least squares fit θ̂, also for responses far from zero: ‖y − Xθ‖² = rest + δ'(X'X δ −
+    2 left), δ = θ − θ̂.
     """
 
     statistics: SufficientStatistics
     values: Tensor  # (..., p) m, zero where the rows leave a direction open
     vectors: Tensor  # (..., p, p) V
     fit: LeastSquares  # θ̂ of least norm, (..., p), or (..., p, o) of o responses
-    left: Tensor  # X'(y − Xθ̂), of the same shape: what rounding has left
+    left: Tensor  # X'(y − Xθ̂), of the same shape: rounding errors
     cross: Tensor  # V' times that
-    rest: Tensor  # (...) ‖y − Xθ̂‖², of all responses, at the least what rounding leaves
+    rest: Tensor  # (...) ‖y − Xθ̂‖², of all responses, at least the rounding errors
     count: Tensor  # type: ignore[assignment]  # (...) n
 
 
 def spectral(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Spectral:
-    """Return statistics in the basis of the eigenvectors of X'X; directions that rows leave open have eigenvalue 0.
+    """Return statistics in the basis of the eigenvectors of X'X; undetermined directions have eigenvalue 0.
 
-    Eigenvalues below 1e-6 of the largest are as inexact as their ratio says: `linalg.equilibrated` is the exact way,
-    which here only tells how many of them there are. Warns of columns that depend on each other.
+    Eigenvalues below 1e-6 of the largest are inexact: `linalg.equilibrated` is the exact method, used here only to
+    count them. Linearly dependent columns give a warning.
 
     Args:
         statistics: X'X, X'y and y'y.
-        rows: X `(..., N, p)` and y, zero where there is no row, if they are at hand: of responses far from zero, y'y
-            has no digits left for what the fit leaves.
+        rows: X `(..., N, p)` and y, zero on padding, if they are at hand: for responses far from zero, y'y loses all
+            digits of the residual.
     """
     gram = statistics.gram
     values, vectors = torch.linalg.eigh(gram)
@@ -363,12 +366,12 @@ def _fitted(gram: Tensor, cross: Tensor, values: Tensor, vectors: Tensor, clear:
 
 
 def _most(statistics: SufficientStatistics) -> Tensor:
-    """Return the rank of X if its columns are independent but for those of zeros, `(...)`."""
+    """Return the rank of X if its nonzero columns are independent, `(...)`."""
     return statistics.count.minimum((statistics.gram.diagonal(dim1=-2, dim2=-1) > 0).sum(-1))
 
 
 def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
-    """Warn where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have.
+    """Warn if X has a smaller rank `(...)` than the numbers of its rows and nonzero columns allow.
 
     >>> twice = sufficient_statistics(torch.ones(3, 2), torch.ones(3))  # a column that is there twice
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -389,9 +392,9 @@ def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
 
 
 class LeastSquares(NamedTuple):
-    """Least squares with what the rows leave open."""
+    """Least squares with the undetermined directions."""
 
-    solution: Tensor  # (..., p) of least norm where it is not unique
+    solution: Tensor  # (..., p) of least norm if it is not unique
     rank: Tensor  # (...) of X
     spread: Tensor  # (...) mean of 1/eigenvalue of X'X over its rank; times σ² the mean sampling variance
 
@@ -399,7 +402,7 @@ class LeastSquares(NamedTuple):
 def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     """Return the least squares solution of least norm in the columns' units; defined for any rows, also none.
 
-    Warns of columns that depend on each other.
+    Linearly dependent columns give a warning.
     """
     fit = _equilibrated_fit(statistics.gram, statistics.cross[..., None])
     warn_of_dependence(statistics, fit.rank)

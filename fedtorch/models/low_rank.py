@@ -4,8 +4,8 @@ V `(K, r)` has orthonormal columns, so that
 
 .. math:: Ω^{-1} = \frac1a (I - VV') + V \operatorname{diag}\frac{1}{a + s} V'
 
-(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing; such
-columns come last, so that a covariance whose rank grows keeps its shape.
+(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 is unused; such columns come
+last, so that a covariance whose rank grows keeps its shape.
 
 >>> import torch
 >>> from fedtorch.models import low_rank
@@ -24,13 +24,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.programs import matrix_normal as _program
 
 __all__ = ["LowRank"]
+__dir__ = only(__all__)
 
 
 class LowRank(NamedTuple):
-    """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0.
+    """Ω = aI + V diag(s) V'. An infinite multiple a means no information: Ω⁻¹ = 0.
 
     >>> covariance = LowRank(torch.tensor(1.0), torch.tensor([[0.6], [0.8]]), torch.tensor([25.0]))
     >>> covariance.dense().round(decimals=3)
@@ -46,8 +48,8 @@ class LowRank(NamedTuple):
     def from_factor(cls, multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
         """Return aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
 
-        The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the
-        sense of maximum likelihood (probabilistic principal components).
+        The mean of the remaining eigenvalues goes into the multiple, which preserves the trace and is the nearest
+        covariance of this rank in the sense of maximum likelihood (probabilistic principal components).
         """
         units = len(factor)
         rank = min(units, rank)
@@ -70,7 +72,7 @@ class LowRank(NamedTuple):
         return self.multiple * eye + (self.vectors * self.values) @ self.vectors.mT
 
     def trimmed(self) -> LowRank:
-        """Return the same covariance without the columns that stand for nothing, as views."""
+        """Return the same covariance without unused columns, as views."""
         rank = int((self.values > 0).sum())
         return LowRank(self.multiple, self.vectors[:, :rank], self.values[:rank])
 
@@ -116,7 +118,7 @@ def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
 
 
 def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Fix the sign of each direction, and zero those that are rounding: equal covariances have equal parts."""
+    """Fix the sign of each direction, and zero those at rounding level, so that equal covariances have equal parts."""
     known = values > torch.finfo(values.dtype).eps * values.amax(0, keepdim=True) if len(values) else values > 0
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) if len(vectors) else vectors[:1]
     return vectors * torch.where(known, largest.sign(), 0.0), torch.where(known, values, 0.0)
@@ -181,8 +183,8 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1, precision: Tens
 
     Args:
         covariance: Ω.
-        accuracy: see above.
-        precision: diag(Ω⁻¹), where it is known.
+        accuracy: as for `majorised`.
+        precision: diag(Ω⁻¹), if it is known.
     """
     precision = covariance.inverse_diagonal() if precision is None else precision
     weights = 1 / (covariance.multiple * precision)
@@ -198,7 +200,7 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1, precision: Tens
 
     low, high = torch.ones_like(covariance.multiple), weights.max().clamp(max=len(weights))
     ratio = float(high)
-    if math.isnan(ratio):  # of an infinite multiple
+    if math.isnan(ratio):  # for an infinite multiple
         return low
     while ratio > 1 + accuracy:
         middle, ratio = (low * high).sqrt(), ratio**0.5

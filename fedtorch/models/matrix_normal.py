@@ -1,6 +1,6 @@
-r"""The matrix-normal prior over units: Θ = (θ_1 … θ_K) ~ MN(0, I, Ω), and how Ω is learnt.
+r"""The matrix-normal prior over units: Θ = (θ_1 … θ_K) ~ MN(0, I, Ω), and estimates of Ω.
 
-With Y_k ~ N(X_k θ_k, σ_k² I) the stated objective is, Θ being held as rows `(K, d)`,
+With Y_k ~ N(X_k θ_k, σ_k² I) the objective, with Θ stored as rows `(K, d)`, is
 
 .. math:: L(\Theta, \Omega) = \sum_k \frac{\|y_k - X_k\theta_k\|^2}{\sigma_k^2}
     + \operatorname{tr}(\Theta'\Omega^{-1}\Theta) + m \log|\Omega| + \psi \operatorname{tr} \Omega^{-1}.
@@ -41,11 +41,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch._lazy import only
 from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
 
 __all__ = ["exponential_average", "inverse_wishart", "posterior_mode", "zhang_yeung"]
+__dir__ = only(__all__)
 
 _LEAST_VARIANCE = 1e-100  # of coefficients that are all zero
 
@@ -63,8 +65,8 @@ class CovarianceUpdate(NamedTuple):
     tensor(6., dtype=torch.float64)
     """
 
-    update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of the same rank at most
-    penalty: Callable[[LowRank, Tensor, Tensor, int], Tensor]  # -> what L adds to the data's misfit
+    update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of at most the same rank
+    penalty: Callable[[LowRank, Tensor, Tensor, int], Tensor]  # -> term of L besides the data's misfit
 
 
 def inverse_wishart(*, alpha: float = 1.0, freedom: float = 0.0, scale: float = 1.0) -> CovarianceUpdate:
@@ -74,7 +76,7 @@ def inverse_wishart(*, alpha: float = 1.0, freedom: float = 0.0, scale: float = 
     `scale` times the sampling variance of its own estimate, and its coefficients are shrunk by about half.
 
     Args:
-        alpha: how far to go, in (0, 1].
+        alpha: step length, in (0, 1].
         freedom: ν, at least 0.
         scale: of the variance that is not shared, positive.
     """
@@ -95,7 +97,7 @@ def exponential_average(alpha: float = 0.1, *, floor: float = 1e-6) -> Covarianc
     As printed the multiple of the identity in Ω decays as (1 − α)^c over the rounds c, and α = 1 is singular.
 
     Args:
-        alpha: how far to go, in (0, 1].
+        alpha: step length, in (0, 1].
         floor: the least eigenvalue of Ω in units of the sampling variance, positive.
 
     >>> theta = torch.tensor([[2.0, 0.0], [2.0, 0.0]]).double()
@@ -118,8 +120,8 @@ def exponential_average(alpha: float = 0.1, *, floor: float = 1e-6) -> Covarianc
 def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
     """Return Ω = t (ΘΘ')^½ / tr (ΘΘ')^½: the minimiser of tr(Θ'Ω⁻¹Θ) among the covariances of trace t.
 
-    ΘΘ' + floor · variance · I takes the place of ΘΘ' so that Ω can be factorised. A trace is in units of the
-    coefficients: rescaling the data calls for another one. Cut down to its rank, it is kept only if it is better.
+    ΘΘ' is replaced by ΘΘ' + floor · variance · I so that Ω can be factorised. A trace is in units of the coefficients:
+    rescaled data need another one. After truncation to the rank, the update is kept only if it improves the objective.
 
     Args:
         trace: t, positive; Zhang and Yeung's is 1.
@@ -142,7 +144,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         factor = left * ((roots - least) * share).sqrt()
         new = low_rank.LowRank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
-        had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
+        had = len(theta) * covariance.multiple + covariance.values.sum()  # with another trace it is not a candidate
         return tree.where(worse & torch.isclose(had / trace, torch.ones_like(had)), covariance, new)
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
@@ -155,7 +157,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
 def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple[float, Tensor]]) -> CovarianceUpdate:
     """Return (1 − α)Ω + αΩ̂ for m and ψ from `terms`.
 
-    Cutting the average down to its rank may spoil the descent; then Ω̂, the minimiser of this rank, takes its place.
+    Truncation of the average to its rank may lose the descent; then Ω̂, the minimiser of this rank, replaces it.
     """
 
     def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> LowRank:
@@ -168,7 +170,7 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
         multiple = (1 - alpha) * covariance.multiple + alpha * psi / m
         average = low_rank.LowRank.from_factor(multiple, torch.cat(parts, 1), rank)
         change = penalty(average, theta, variance, units) - penalty(covariance, theta, variance, units)
-        return tree.where(change <= 0, average, mode)  # the mode where nothing was known, and the change is ∞ − ∞
+        return tree.where(change <= 0, average, mode)  # the mode if nothing was known, since the change is ∞ − ∞
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         m, psi = terms(theta, variance, units)
@@ -190,7 +192,7 @@ def data_misfit(statistics: SufficientStatistics, noise: Tensor, theta: Tensor) 
 
 
 class Mode(NamedTuple):
-    """The most probable coefficients, and how they were found.
+    """The most probable coefficients, and the solver's report.
 
     >>> from fedtorch.models.linear import sufficient_statistics
     >>> statistics = sufficient_statistics(torch.ones(2, 4, 1), torch.tensor([[5.0] * 4, [0.0] * 4]))  # two units
@@ -201,7 +203,7 @@ class Mode(NamedTuple):
 
     coefficients: Tensor  # (K, d)
     iterations: int
-    residual: float  # of the equations, relative to their right side, coefficients brought to one size
+    residual: float  # of the equations, relative to their right side, with coefficients scaled to one size
 
 
 def posterior_mode(
@@ -220,8 +222,8 @@ def posterior_mode(
         statistics: of K units.
         noise: σ_k², `(K,)`, positive.
         covariance: Ω.
-        tolerance: where to stop, for the residual relative to the right side, coefficients brought to one size.
-        iterations: at most so many; the residual tells how far they came.
+        tolerance: of the residual relative to the right side, with coefficients scaled to one size.
+        iterations: most iterations; the residual shows the accuracy reached.
 
     Raises:
         ValueError: a noise variance is not positive, or the numbers of units differ.

@@ -1,6 +1,6 @@
-r"""The posterior of Θ under the matrix-normal prior, and what not knowing Ω adds to it.
+r"""The posterior of Θ under the matrix-normal prior, and the contribution of Ω's uncertainty.
 
-Ω = aI + FF', F = V diag(s)^½ with rows f_k `(r,)`, says that θ_k = Z'f_k + √a e_k with factors Z `(r, d)` that all
+Ω = aI + FF', F = V diag(s)^½ with rows f_k `(r,)`, means that θ_k = Z'f_k + √a e_k with factors Z `(r, d)` that all
 units share and e_k of its own, all standard normal. Unit k's rows enter as G_k = X_k'X_k/σ_k² and b_k = X_k'y_k/σ_k².
 With
 
@@ -13,20 +13,20 @@ the posterior given Ω is exact (Woodbury in r·d dimensions; over units it need
 .. math:: \hat\theta_k = B_k b_k + A_k \hat Z' f_k, \qquad
     \operatorname{cov}(\theta_k \mid \Omega) = B_k + A_k (f_k \otimes I)' C (f_k \otimes I) A_k .
 
-**Ω is not known.** Given the others, unit k's row of Ω is f_k, of which r numbers are estimated from the d coefficients
-of one unit: along the factors the unit is on its own, however many units there are, while what others leave unsaid of Z
-goes away with K. Intervals given Ω̂ therefore are too short. Rows being draws of N(0, diag(s)/K), which is the
-covariance that the rows of F have, a Laplace step for f_k has the precision H_k = Ẑ M_k Ẑ' + K diag(s)⁻¹, and
+**Ω is not known.** Given the others, unit k's row of Ω is f_k, whose r numbers are estimated from the d coefficients of
+one unit: along the factors this uncertainty stays for any number of units, while that of Z vanishes with K. Intervals
+given Ω̂ are therefore too short. With rows as draws of N(0, diag(s)/K), which is the covariance of the rows of F, a
+Laplace step for f_k has the precision H_k = Ẑ M_k Ẑ' + K diag(s)⁻¹, and
 
 .. math::
     \operatorname{cov}(\theta_k) = \operatorname{cov}(\theta_k \mid \hat\Omega) + A_k \hat Z' H_k^{-1} \hat Z A_k .
 
-A step for the spectrum (a, s) alone does not do: directions V that were fitted to Θ̂ have its errors in them, and the
-marginal likelihood given these takes a to zero, and intervals with it (a slow test shows it). Nor can Ω be integrated
-out under HM1's own prior, which is proper only for ν ≥ K.
+A step for the spectrum (a, s) alone does not suffice: directions V fitted to Θ̂ contain its errors, and the marginal
+likelihood given these takes a to zero, and intervals with it (a slow test shows it). Nor can Ω be integrated out under
+HM1's own prior, which is proper only for ν ≥ K.
 
-Source: Kass and Steffey (1989), "Approximate Bayesian inference in conditionally independent hierarchical models",
-JASA 84, for the second term; that it is needed is our own finding.
+Source: Kass and Steffey (1989), "Approximate Bayesian inference in conditionally independent hierarchical models", JASA
+84, for the second term; its necessity is our own result.
 
 >>> import torch
 >>> from fedtorch.models import low_rank
@@ -80,7 +80,7 @@ class Averaged(NamedTuple):
     """Sums over units that determine the mean of their coefficients."""
 
     means: Tensor  # (d,)
-    unshared: Tensor  # (d, d) covariances without what units share
+    unshared: Tensor  # (d, d) covariances without the shared part
     loadings: Tensor  # (d, r d) Σ A (f ⊗ I)'
 
 
@@ -134,7 +134,7 @@ def _means(units: Units, parts: _Parts, known: Factors) -> Tensor:
 
 
 def _row(parts: _Parts, known: Factors) -> Tensor:
-    """Return what an uncertain row of Ω leaves open of Z'f, Ẑ'H⁻¹Ẑ `(K, d, d)`."""
+    """Return the covariance of Z'f from the uncertainty of a row of Ω, Ẑ'H⁻¹Ẑ `(K, d, d)`."""
     z = known.shared.reshape(len(known.precision), parts.cross.shape[1])
     return z.mT @ _inverse(z @ parts.informed @ z.mT + torch.diag(known.precision)) @ z
 
@@ -160,7 +160,7 @@ def averaged(units: Units, given: Factors, *, known: bool) -> Averaged:
 
 
 def mean_of(total: Averaged, given: Factors, units: int) -> Moments:
-    """Return the posterior of the mean of the coefficients of so many units, `(d,)`, from sums over all of them."""
+    """Return the posterior of the mean of the coefficients over this many units, `(d,)`, from sums over all of them."""
     root = torch.linalg.solve_triangular(given.inner, total.loadings.mT, upper=False)
     return Moments(total.means / units, (total.unshared + root.mT @ root) / units**2)
 
@@ -174,7 +174,7 @@ def posterior(
         statistics: of K units.
         noise: σ_k², `(K,)`, positive.
         covariance: Ω, of a finite multiple of the identity.
-        known: whether Ω is taken as known; else with the uncertainty of each unit's row of it, to first order.
+        known: whether Ω is treated as known; else with the uncertainty of each unit's row of it, to first order.
     """
     units = units_of(statistics, noise, covariance)
     return posterior_of(units, factors(sums(units), covariance), known=known)
@@ -183,7 +183,7 @@ def posterior(
 def average(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank, *, known: bool = False) -> Moments:
     """Return the posterior of the mean of the units' coefficients, `(d,)`; arguments as of `posterior`.
 
-    Rows of Ω are taken as independent between units.
+    Rows of Ω are treated as independent between units.
     """
     units = units_of(statistics, noise, covariance)
     given = factors(sums(units), covariance)

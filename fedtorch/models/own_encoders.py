@@ -1,17 +1,18 @@
 r"""A user's own encoder of z: any `nn.Module` of rows, in the place of the built-in perceptron.
 
-A module sees rows `(N, F)`, of each draw and each row of the data what the encoders of `fedtorch.vfl.fit.auxiliary`
-see: the predictor (C numbers) and, where the encoder is shown it, features of y. It answers
+A module maps rows `(N, F)`, one for each draw and each row of the data: the inputs of the encoders of
+`fedtorch.vfl.fit.auxiliary`, which are the predictor (C numbers) and, for an encoder that uses y, features of y. It
+returns
 
-- with `(N, 2C)`, or a pair of `(N, C)`, as the built-in encoders do: a mean and a log standard deviation relative to
-  theirs, so that zero is where these start, or
-- with a `torch.distributions` object: the law of z itself (at the server of `sums`, of the noisy predictor that the
-  likelihood has), of batch shape `(N, C)`, or `(N,)` with an event of C. A draw of it has to be a function of one
-  standard normal number a row and output, as those of normal distributions and of all transformations of these are: it
-  is given this number, so that the draw is the same in one graph, among nodes and resumed.
+- `(N, 2C)`, or a pair of `(N, C)`, as the built-in encoders do: a mean and a log standard deviation relative to
+  theirs, so that zeros are the initial values, or
+- a `torch.distributions` object: the distribution of z itself (at the server of `sums`, of the likelihood's noisy
+  predictor), of batch shape `(N, C)`, or `(N,)` with an event of C. A draw of it has to be a function of one standard
+  normal number per row and output, as for normal distributions and all transformations of these. The number is given,
+  so that the draw is the same in one graph, among nodes and after a resumption.
 
-Its weights are trained as those of the built-in ones, a copy for each element of the batch; buffers stay as they are.
-Iterations with a distribution cannot be captured (`compile=True`), since it checks its arguments.
+Its weights are trained like those of the built-in encoders, one copy per batch element; buffers stay as they are.
+Iterations with a distribution cannot be captured (`compile=True`), because distributions check their arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fedtorch.models.encoders import Encoder, EncoderFactory, perceptron
 
 @without_rows
 class Laws(NamedTuple):
-    """The distributions that an encoder answers with, of rows (draw, row of the data)."""
+    """The distributions that an encoder returns, one per (draw, row of the data)."""
 
     each: list[Distribution]  # one for each element of the batch
 
@@ -42,7 +43,7 @@ class Laws(NamedTuple):
         """Return draws `(B, M, C, n)`, and the log ratio of N(centre, sd²) and their density, `(B, M, n)`.
 
         Args:
-            fixed: the laws of the density; others where its parameters are detached.
+            fixed: distributions used for the density; different ones where its parameters are detached.
             centre: `(B, M, C, n)`.
             sd: `(1 or B, 1, 1, 1)`.
             noise: standard normal numbers `(1 or B, M, C, n)`.
@@ -70,10 +71,10 @@ def _drawn(law: Distribution, fixed: Distribution, noise: Tensor) -> tuple[Tenso
 
 
 class _Given(TorchDispatchMode):
-    """A context in which the first standard normal numbers that are drawn are those given, and none else are drawn.
+    """Context in which the first standard normal draws are the given numbers, and all further draws are refused.
 
     Args:
-        numbers: these; None for none at all.
+        numbers: the given numbers; None refuses all draws.
     """
 
     def __init__(self, numbers: Tensor | None) -> None:
@@ -104,10 +105,10 @@ class OwnEncoder(Encoder):
     Args:
         module: of rows `(N, F)`.
         inputs: F.
-        outputs: numbers that are asked for a row, where it does not answer with a law.
+        outputs: numbers per row, unless the module returns a distribution.
 
     Raises:
-        ValueError: rows of which the module makes something else.
+        ValueError: the module's output has another form.
     """
 
     def __init__(self, module: nn.Module, inputs: int, outputs: int) -> None:
@@ -117,14 +118,14 @@ class OwnEncoder(Encoder):
         given = functional.parameters(module)
         for name, value in given.items():
             self.register_parameter(name.replace(".", "/"), nn.Parameter(value))
-        self._module = [module.requires_grad_(False)]  # in a list, so that its parameters are not registered again
+        self._module = [module.requires_grad_(False)]  # in a list, so that its parameters are not registered twice
         self._swap = functional.Swap(module, list(given))
         like = next(iter(given.values()), torch.zeros(()))
         with torch.no_grad(), _Given(None):
             self._answer(like.new_zeros(3, inputs))
 
     def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Return the module's own weights, `(B, ...)` each; the key draws nothing."""
+        """Return the module's own weights, `(B, ...)` each; the key is not used."""
         placed = {name: value.detach().to(key.device, dtype) for name, value in self.named_parameters()}
         return {name: value.expand(batch, *value.shape).clone() for name, value in placed.items()}
 
@@ -144,7 +145,7 @@ class OwnEncoder(Encoder):
         return torch.stack(answers).unflatten(1, (draws, rows)).mT
 
     def _answer(self, rows: Tensor) -> Any:
-        """Return what the module answers: `(N, outputs)`, or a law."""
+        """Return the module's output: `(N, outputs)`, or a distribution."""
         answer = self._module[0](rows)
         if isinstance(answer, Distribution):
             shape = (*answer.batch_shape, *answer.event_shape)
@@ -169,7 +170,7 @@ class OwnEncoder(Encoder):
 
 
 def factory(encoder: EncoderFactory | nn.Module | None) -> EncoderFactory:
-    """Return a factory of encoders: copies of a user's module, or perceptrons of 16 hidden units for None."""
+    """Build a factory of encoders: copies of a user's module, or perceptrons of 16 hidden units for None."""
     if isinstance(encoder, nn.Module):
         return partial(OwnEncoder, copy.deepcopy(encoder))
     return encoder or perceptron()

@@ -1,13 +1,14 @@
-r"""Expectations under a normal density times a factor, by nodes that go where the product is.
+r"""Expectations under a normal density times a factor, by nodes that adapt to the product.
 
-The nodes of a rule for N(0, I) are moved to N(m, LL'), at first the normal density itself. A node ζ_i then weighs
+The nodes of a rule for N(0, I) are moved to N(m, LL'), at first the normal density itself. A node ζ_i then has the
+weight
 
 .. math:: w_i \propto \omega_i \, \frac{N(\zeta_i; \text{cavity})\, f(\zeta_i)}{N(\zeta_i; m, LL')}.
 
-The rule then moves to the mean and covariance that the weighted nodes see, until they are its own. Where the nodes see
-too little, the product being much narrower or elsewhere, ratios are tempered to the greatest power of which they see
-enough. So a factor that is much sharper than the cavity is found without derivatives, and what a rule gets wrong is the
-difference of the product from a normal density only: of thousands of factors no error adds up that is not theirs.
+The rule then moves to the mean and covariance of the weighted nodes, until they are its own. If the nodes cover too
+little, because the product is much narrower or elsewhere, ratios are tempered to the greatest power that they cover. A
+factor that is much sharper than the cavity is therefore found without derivatives, and a rule's error is due only to
+the product's deviation from a normal density: over thousands of factors no other errors add up.
 
 Source: Naylor and Smith (1982), "Applications of a method for the efficient computation of posterior distributions";
 tempering as in adaptive importance sampling (Cappé et al., 2004).
@@ -33,19 +34,20 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 
-_POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
+_POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, per dimension, by dimension
 _MOST_DESIGNED = 20  # dimensions
-_MOVES = 60  # of the rule, at most
-_ROUGH_MOVES = 12  # the same, where the factor itself is asked afterwards
-_PATIENT = 8  # moves, from which on those of which nodes see enough go half the way
+_MOVES = 60  # most moves of the rule
+_ROUGH_MOVES = 12  # the same with a rough factor, before the factor itself is evaluated
+_PATIENT = 8  # moves after which rules with sufficient nodes go half the way
 _BISECTIONS = 20
-_FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
-_PLACED = 0.1  # the same, where a rule of fewer nodes, or a rough factor, has found the place
-_LOST = 0.25  # the same difference, after all moves, from which on nothing has been found
-# What nodes must see of a density, in the rule's units, to move to its moments. A single node would see no spread.
-_SHARE = 0.05  # the effective share of the nodes
-_LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
-_FARTHEST = 2.0  # the greatest coordinate of the mean
+_FITS = 0.02  # difference between the rule's and the product's moments at convergence, in the rule's units
+_PLACED = 0.1  # the same for a rule of fewer nodes, or a rough factor
+_LOST = 0.25  # the same difference above which, after all moves, nothing has been found
+# Least coverage of a density by the nodes, in the rule's units, for a move to its moments. A single node would have no
+# spread.
+_SHARE = 0.05  # least effective share of the nodes
+_LEAST_SPREAD = 0.2  # least eigenvalue of the covariance
+_FARTHEST = 2.0  # largest coordinate of the mean
 
 
 class QuadratureRule(NamedTuple):
@@ -61,7 +63,7 @@ class Nodes(NamedTuple):
     nodes: Tensor  # (K, R, s)
     weights: Tensor  # (K, R) of sum 1
     log_normaliser: Tensor  # (K,) log ∫ N(ζ; cavity) f(ζ) dζ
-    values: Any  # (K, R, ...) what else the factor told at the nodes
+    values: Any  # (K, R, ...) further output of the factor at the nodes
 
 
 def gauss_hermite(dimensions: int, points: int) -> QuadratureRule:
@@ -99,7 +101,7 @@ def two_shells(dimensions: int) -> QuadratureRule:
     """Return central composite designs on two spheres: positive weights, exact up to degree 4, as `tilt` needs.
 
     On each sphere the ends of the axes and a fractional factorial design of resolution V, which are a spherical design
-    in proportion 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
+    with weights 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
     spheres are mirror images, so that moments of degree 5 nearly cancel.
     """
     if dimensions < 1:
@@ -146,11 +148,11 @@ def default_rule(dimensions: int) -> QuadratureRule:
 
 
 def scout_rule(dimensions: int) -> QuadratureRule:
-    """Return a rule of few nodes, which finds out where a larger one is to go."""
+    """Return a rule with few nodes, which finds the position for a larger one."""
     return gauss_hermite(dimensions, 5 if dimensions < 2 else 3) if dimensions < 4 else two_shells(dimensions)
 
 
-Factor = Callable[[Tensor], tuple[Tensor, Any]]  # ζ (K, R, s) -> log f (K, R), and what else is wanted there
+Factor = Callable[[Tensor], tuple[Tensor, Any]]  # ζ (K, R, s) -> log f (K, R), and further output there
 
 
 def tilt(
@@ -165,17 +167,17 @@ def tilt(
 
     Args:
         cavity: `(K, s)`, `(K, s, s)`.
-        factor: ζ `(K, R, s)` -> (log f `(K, R)`, a tree of what else is wanted at the nodes, `(K, R, ...)`).
+        factor: ζ `(K, R, s)` -> (log f `(K, R)`, a tree of further output at the nodes, `(K, R, ...)`).
         rule: for `s` dimensions.
-        scout: a rule of fewer nodes that moves first, where the factor is dear; then `rule` starts from where that
-            one stays, and itself moves where its moments differ by more than a tenth of an sd.
-        only: (indices of clients) -> the factor of these; with it, clients whose rule stays are left out of the moves
-            of the others.
+        scout: a rule of fewer nodes that moves first, for an expensive factor; `rule` then starts at its end, and
+            itself moves if its moments differ by more than a tenth of an sd.
+        only: (indices of clients) -> the factor of these; with it, finished clients are left out of the moves of the
+            others.
         rough: an approximation of the factor, and of that of some clients, by which `rule` moves before the factor
-            itself is asked; it then moves on where its moments differ by more than a tenth of an sd.
+            itself is evaluated; it then moves on if its moments differ by more than a tenth of an sd.
 
-    In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
-    weights of that client are NaN then.
+    In many dimensions a factor that is a hundred times narrower than the cavity and many sds away may be missed; the
+    client's weights are NaN then.
     """
     mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
     start, fits = (mean, root), _FITS
@@ -189,7 +191,7 @@ def tilt(
 
 
 class _Moved(NamedTuple):
-    """Where a rule stays."""
+    """Final position of a rule."""
 
     nodes: Nodes
     place: tuple[Tensor, Tensor]  # mean and root
@@ -206,7 +208,7 @@ def _moved(
     least: int,
     most: int = _MOVES,
 ) -> _Moved:
-    """Move a rule from `start` until its nodes see its own moments, but at least so often, at most `most` times."""
+    """Move a rule from `start` until its nodes have its own moments, with a least and a largest number of moves."""
     powers, weights = _Powers.of(*tree.to(rule, cavity.mean)), rule.weights.to(cavity.mean)
     mean, root = start
     at, ratio, values = now = _evaluated(factor, powers, whole, mean, root)
@@ -223,7 +225,7 @@ def _moved(
         if not all_enough:
             few = ~enough
             shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
-        if move >= _PATIENT:  # two places in turn are left by half a move
+        if move >= _PATIENT:  # alternation between two positions ends with half a move
             eye = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device)
             shift = torch.where(enough[:, None], shift / 2, shift)
             half = torch.where(enough[:, None, None], (half + eye) / 2, half)
@@ -239,7 +241,7 @@ def _moved(
     shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
     lost = ~settled & ~(_misfit(shift, half) < _LOST)
     if most < _MOVES:
-        lost = lost & ~enough  # of which nodes see enough is a place to go on from
+        lost = lost & ~enough  # sufficiently covered ones can be continued
     there = _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
     back = torch.where(lost[:, None], whole[0], mean), torch.where(lost[:, None, None], whole[1], root)
     return _Moved(there, back)
@@ -262,7 +264,7 @@ def _evaluated(
 ) -> _Evaluated:
     """Evaluate a factor at the rule's nodes for N(mean, root root')."""
     across = rule.nodes.mT.expand(len(mean), -1, -1)
-    at = torch.baddbmm(mean[:, :, None], root, across).mT  # of which each coordinate is contiguous
+    at = torch.baddbmm(mean[:, :, None], root, across).mT  # with contiguous coordinates
     log_factor, values = factor(at)
     same = mean is cavity[0] and root is cavity[1]
     return _Evaluated(at, log_factor if same else log_factor + _log_ratio(rule, cavity, mean, root), values)
@@ -273,13 +275,13 @@ def _weighted(at: Tensor, log_weights: Tensor, values: Any) -> Nodes:
 
 
 def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
-    """Return the distance of the moments that a rule sees from its own, in its own units, `(K,)`."""
+    """Return the distance of the weighted moments from the rule's own, in its units, `(K,)`."""
     eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
     return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
 
 
 def _power(seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], ratio: Tensor) -> Tensor:
-    """Return the greatest power in (0, 1) of the ratios of which nodes see enough, `(K,)`."""
+    """Return the greatest power in (0, 1) of the ratios that nodes cover sufficiently, `(K,)`."""
     low, top = torch.zeros_like(ratio[:, 0]), torch.ones_like(ratio[:, 0])
     for _ in range(_BISECTIONS):
         middle = (low + top) / 2
@@ -289,7 +291,7 @@ def _power(seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], rati
 
 
 class _Powers(NamedTuple):
-    """A rule's nodes and their products, of which all moments are sums."""
+    """A rule's nodes and their products, in which all moments are sums."""
 
     nodes: Tensor  # (R, s)
     products: Tensor  # (R, s (s + 1) / 2)
@@ -305,7 +307,7 @@ class _Powers(NamedTuple):
 
 
 def _seen(rule: _Powers, power: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
+    """Return mean and Cholesky factor of the nodes weighted by ratio ** power, and whether coverage suffices."""
     weights = torch.softmax(rule.log_weights + power[:, None] * ratio, 1)
     mean = weights @ rule.nodes
     covariance = gaussian.unpack(weights @ rule.products) - mean[:, :, None] * mean[:, None]

@@ -1,8 +1,8 @@
-"""Clients' rows as models take them in: the shapes that are expected, float64, finite.
+"""Clients' rows for models, with checks of shapes and finiteness, in float64.
 
 Rows of a regression are (x, y), or (x, y, {"offset": …, "weight": …, "trials": …}) with any of these names, a number
-for each row: what is added to the predictor, how much the row counts, and of how many trials y counts the successes.
-A model refuses the names that it does not know.
+for each row: a term of the predictor, the row's weight, and the number of trials in which y counts successes. A model
+refuses unknown names.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.models import rows
@@ -37,7 +37,7 @@ _INSTEAD = f"{_MISSING}, or in every round by imputation.imputing"
 
 
 class Observations(NamedTuple):
-    """Rows of a regression, float64, all zero where there is no row."""
+    """Rows of a regression, float64, zero on padding."""
 
     x: Tensor  # (K, N, d)
     y: Tensor  # (K, N)
@@ -46,7 +46,7 @@ class Observations(NamedTuple):
     trials: Tensor | None = None  # (K, N) whole, at least 1
 
     def whitened(self) -> tuple[Tensor, Tensor]:
-        """Return x and y as rows of one variance and without an offset."""
+        """Return x and y as rows with unit variance and without an offset."""
         x, y = self.x, self.y
         if self.offset is not None:
             y = y - self.offset
@@ -57,16 +57,16 @@ class Observations(NamedTuple):
 
 
 def observations(data: Any, features: int | None = None, extras: Sequence[str] = EXTRAS) -> Observations:
-    """Return the rows of a block with what they have beside x and y.
+    """Return the rows of a block with their further fields.
 
     Args:
         data: `ClientData` of rows (x `(d,)`, y `()` or `(1,)`), or of these and a dict of numbers by name.
-        features: d, where it is known.
-        extras: the names that the model knows.
+        features: d, if it is known.
+        extras: the model's further fields.
 
     Raises:
-        ValueError: rows of another form, or with a name that the model does not know; `BadClients`: NaN or Inf, weights
-            that are not positive, trials that are not whole numbers from 1.
+        ValueError: rows of another form, or with an unknown field; `BadClients`: NaN or Inf, weights that are not
+            positive, trials that are not whole numbers from 1.
     """
     pair, beside = _parted(data.batch, extras)
     x, y = regression_fields(pair, features)
@@ -104,7 +104,7 @@ def log_weights(data: Any) -> Tensor:
 
 
 def _parted(batch: Tree, extras: Sequence[str]) -> tuple[Tree, Mapping[str, Tensor]]:
-    """Return rows without their third field, and that field, whose names must be known."""
+    """Separate rows from their third field, whose names must be known."""
     if not (isinstance(batch, tuple) and len(batch) == 3 and isinstance(batch[2], Mapping)):
         return batch, {}
     unknown = [name for name in batch[2] if name not in extras]
@@ -131,11 +131,11 @@ def _some(values: Tensor, bad: Tensor) -> str:
 
 
 def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return x `(K, N, d)` and y `(K, N)` of a block, zero where there is no row.
+    """Return x `(K, N, d)` and y `(K, N)` of a block, zero on padding.
 
     Args:
         data: `ClientData` of rows (x `(d,)`, y `()` or `(1,)`).
-        features: d, where it is known.
+        features: d, if it is known.
 
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
@@ -144,7 +144,7 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
 
 
 def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN.
+    """Return x `(K, N, d)` and y `(K, N)` of a block's batch unchanged; errors as for `regression_rows`, except NaN.
 
     >>> x, y = regression_fields((torch.ones(2, 5, 3), torch.ones(2, 5, 1)), features=3)
     >>> x.shape, y.shape
@@ -170,7 +170,7 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
 
 
 def variable_rows(data: Any) -> Tensor:
-    """Return y `(K, N, p)` of a block, zero where there is no row.
+    """Return y `(K, N, p)` of a block, zero on padding.
 
     Args:
         data: `ClientData` of rows y `(p,)`, p at least 2.
@@ -188,7 +188,7 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str, told: str | None = None) -> None:
-    """Raise `BadClients` with this message if any of the clients `(K,)` is bad; `told` may go where rows may not."""
+    """Raise `BadClients` with this message if any client `(K,)` is bad; `told` is a version without rows' values."""
     if bool(bad.any()):
         raise BadClients(bad.nonzero()[:, 0], message, told)
 
@@ -197,7 +197,7 @@ def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tens
     """Apply `function` to each client's own rows and stack: a client's numbers do not depend on its block.
 
     Args:
-        function: own rows `(n_k, ...)` of every leaf, in memory of their own -> a tree.
+        function: own rows `(n_k, ...)` of every leaf, in separate memory -> a tree.
         count: rows of each client, `(K,)`.
         leaves: `(K, N, ...)`.
     """

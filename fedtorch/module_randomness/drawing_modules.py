@@ -1,8 +1,8 @@
-"""Interception of the random operations of those parts of a module that draw, and of no others.
+"""Interception of random operations in those parts of a module that draw only.
 
-An operation that passes through `KeyedRandomness` costs some microseconds of Python, which is more than a small one
-takes. Most modules draw in a dropout or two: these are found by one look, and only they run inside the interception
-from then on. Whether anything else has drawn is seen by torch's global generator, which then has moved.
+An operation under `KeyedRandomness` costs some microseconds of Python, more than a small operation takes. Most modules
+draw in a dropout or two: these are found once, and only they run inside the interception from then on. Draws elsewhere
+are detected by torch's global generator, which they advance.
 
 >>> import torch
 >>> from fedtorch import random
@@ -38,7 +38,7 @@ Interception = AbstractContextManager[Any]
 
 
 class DrawingModules:
-    """What is known about who draws in a module.
+    """Which parts of a module draw.
 
     Args:
         module: the whole.
@@ -54,7 +54,7 @@ class DrawingModules:
 
     @contextmanager
     def observed(self, key: Tensor) -> Iterator[KeyedRandomness]:
-        """Intercept everything inside, and find out which parts draw."""
+        """Intercept everything inside, and record which parts draw."""
         running: list[nn.Module] = []
         drawing: dict[nn.Module | None, None] = {}
 
@@ -79,7 +79,7 @@ class DrawingModules:
         """Return `each(i, interception)` of each interception, which is entered around the module's forward pass.
 
         Args:
-            each: which gives the same again when it is called twice.
+            each: deterministic when called twice.
             interceptions: draw for the forward passes.
             backward: keys of other draws, one to each; None intercepts none.
         """
@@ -135,7 +135,7 @@ def _dropout(interception: KeyedRandomness, inputs: Tensor, probability: float) 
 
 @contextmanager
 def _wrapped(parts: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
-    """Let `around(part, forward, ...)` be called in place of each part's `forward`, whose signature it keeps."""
+    """Call `around(part, forward, ...)` in place of each part's `forward`, whose signature it keeps."""
     before = [vars(part).get("forward") for part in parts]
     for part in parts:
         vars(part)["forward"] = update_wrapper(partial(around, part, part.forward), part.forward)

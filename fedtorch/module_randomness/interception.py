@@ -1,10 +1,9 @@
 """Random operations inside a user's module, drawn from client keys.
 
-A module that calls dropout or `torch.randn` takes its randomness from torch's global generator, which knows
-nothing of clients. `KeyedRandomness` intercepts these operations below `vmap` and autograd, where they arrive as plain
-tensors with the clients in front, and draws each from (client key, number of the call, position in the
-client's row). A client's dropout mask is then the same stacked with others, in chunks and alone, and the
-global generator stays untouched.
+A module that calls dropout or `torch.randn` draws from torch's global generator, which is shared by all clients.
+`KeyedRandomness` intercepts these operations below `vmap` and autograd, where they arrive as plain tensors with the
+clients in front, and draws each from (client key, number of the call, position in the client's row). A client's dropout
+mask is then the same stacked with others, in chunks and alone, and the global generator is not used.
 
 >>> import torch
 >>> from fedtorch import random
@@ -50,11 +49,11 @@ class Seeded(NotImplementedError):
 
 
 def _is_global(generator: torch.Generator) -> bool:
-    """Return whether a generator is torch's own of its device; Python has another object for it at every call."""
-    before, own = generator.get_state(), generators(generator.device)[-1]
-    seed = own.initial_seed() ^ 1
+    """Return whether a generator is its device's default, of which torch makes a new Python object at every call."""
+    before, default = generator.get_state(), generators(generator.device)[-1]
+    seed = default.initial_seed() ^ 1
     try:
-        return generator.manual_seed(seed).initial_seed() == own.initial_seed()
+        return generator.manual_seed(seed).initial_seed() == default.initial_seed()
     finally:
         generator.set_state(before)
 
@@ -62,25 +61,23 @@ def _is_global(generator: torch.Generator) -> bool:
 class KeyedRandomness(TorchDispatchMode):
     """A context in which a module's random operations draw from keys.
 
-    Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside.
-    With one client's key and no `vmap` the whole of every tensor is that client's row. A further `vmap` over
-    examples inside draws what the batch as a whole would draw. What has no rule here, such as a gamma variate,
-    one client alone draws by torch, seeded by the call's key; from a generator that is given to the operation, unless
-    it is torch's own, as it is. Attention takes its plain kernel, since the
-    fused ones draw their dropout inside. Dropout and `bernoulli` draw the same in every dtype, the others do
-    not.
+    Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside. With one
+    client's key and no `vmap` the whole of every tensor is that client's row. A further `vmap` over examples inside has
+    the draws of the batch as a whole. Operations without a rule here, such as a gamma variate, are drawn by torch for
+    one client alone, seeded by the call's key; draws from a generator argument other than torch's own are not changed.
+    Attention uses its plain kernel, since the fused ones draw their dropout inside. Dropout and `bernoulli` draw the
+    same in every dtype, the others do not.
 
     Args:
         keys: `(K,)` for `K` stacked clients, `()` for one client alone.
         first: keys of the first calls, `(*keys.shape, C)`, made before; None makes them when they are needed.
-        note: is called at every draw.
+        note: called at every draw.
 
     Attributes:
-        calls: how many operations have been drawn.
+        calls: number of intercepted operations.
 
     Raises:
-        RuntimeError: in the context, when an operation draws what is not supported or does not have the
-            clients in front.
+        RuntimeError: in the context, for a draw that is not supported or does not have the clients in front.
     """
 
     def __init__(self, keys: Tensor, first: Tensor | None = None, note: Callable[[], Any] | None = None) -> None:
@@ -109,7 +106,7 @@ class KeyedRandomness(TorchDispatchMode):
         if not _is_random(fn):
             return fn(*args, **kwargs)
         if fn.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-            with self:  # in inference mode composite operations arrive whole
+            with self:  # in inference mode composite operations arrive undecomposed
                 return fn.decompose(*args, **kwargs)
         arguments = _bind(fn, args, kwargs)
         if any(arguments.get(name) == value for name, value in _DETERMINISTIC):
@@ -139,7 +136,7 @@ class KeyedRandomness(TorchDispatchMode):
         return draw(self, fn, arguments)
 
     def _by_torch(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what torch draws for one client, its generators seeded by the key of this call."""
+        """Return torch's draw for one client, with generators seeded by the key of this call."""
         if self._note is not None:
             self._note()
         device, seed = self.keys.device, int(self.key()) % 2**63
@@ -192,10 +189,10 @@ def _bind(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
 
 
 def _like(arguments: Arguments) -> tuple[Sequence[int], torch.dtype, torch.device]:
-    """Return shape, dtype and device of what an elementwise operation returns."""
+    """Return shape, dtype and device of an elementwise operation's result."""
     if "size" in arguments:
         dtype = arguments["dtype"] or torch.get_default_dtype()
-        if isinstance(dtype, int):  # a schema's default comes as a number, and only integers have one
+        if isinstance(dtype, int):  # a schema's default is an int, which only integers have
             dtype = torch.int64
         return arguments["size"], dtype, arguments["device"] or torch.get_default_device()
     names = ("self",) if "self" in arguments else ("mean", "std")
@@ -263,14 +260,14 @@ def _dropout(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> tuple[Ten
 def dropout_noise(
     drawn: KeyedRandomness, row: tuple[int, ...], probability: float, inputs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return (what dropout multiplies rows of inputs by, what it keeps), drawn by the next call."""
+    """Return (factors of inputs by dropout, mask), drawn by the next call."""
     keep = drawn.draw(_coins, row, 1 - probability).to(inputs.device)
     noise = keep.to(inputs.dtype)
     return noise.div_(1 - probability) if probability < 1 else noise, keep
 
 
 def _permutation(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
-    if drawn.keys.ndim:  # `vmap` draws one for each client, as calls of their own
+    if drawn.keys.ndim:  # `vmap` draws one for each client, as separate calls
         raise NotImplementedError(f"{fn} is not supported on stacked clients; use batched='auto' or ft.lightning_fit")
     dtype = arguments.get("dtype")
     order = random.permutation(drawn.key(), arguments["n"])

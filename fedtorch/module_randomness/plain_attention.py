@@ -1,8 +1,8 @@
-"""Attention by plain operations, in all threads, for as long as any of them asks for it.
+"""Process-wide switch to plain attention, counted over threads.
 
-PyTorch keeps for the whole process which kernels of attention are allowed. Two threads that allow the plain one only,
-each for its own while, would bring back what they found, and whichever ends last would leave the process as it is
-within them. So they are counted: the first forbids the fused kernels, and the last one allows what was allowed before.
+PyTorch's choice of attention kernels is global to the process. If two threads switch to the plain kernel for
+overlapping periods, each would restore the setting that it found, and the last one would leave the process in the wrong
+state. So users are counted: the first forbids the fused kernels, and the last one restores the original setting.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _LOCK = threading.Lock()
-_ENTERED: list[AbstractContextManager[None]] = []  # one for all
+_ENTERED: list[AbstractContextManager[None]] = []  # shared by all threads
 _count = 0
 
 
 def enter() -> None:
-    """Forbid the fused kernels until `leave` has been called as often as this.
+    """Forbid the fused kernels until every call of `enter` has been followed by one of `leave`.
 
     >>> import torch
     >>> enter(), torch.backends.cuda.flash_sdp_enabled(), leave(), torch.backends.cuda.flash_sdp_enabled()
@@ -34,7 +34,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Allow what was allowed, if nobody else is within."""
+    """Restore the original setting if this was the last user."""
     global _count
     with _LOCK:
         _count -= 1

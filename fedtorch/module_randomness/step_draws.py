@@ -1,7 +1,7 @@
-"""The draws of clients' modules, step by step: keys and numbers of many steps, calls and clients made in one call.
+"""Random draws of clients' modules, step by step, with keys and numbers of many steps, calls and clients made at once.
 
-A draw of few numbers costs what calling NumPy costs. Element i of a draw depends on (key, i) only, so that numbers made
-together are the same as those made one after the other.
+A draw of few numbers costs as much as a call of NumPy. Element i of a draw depends on (key, i) only, so numbers drawn
+together equal those drawn one after the other.
 
 >>> import torch
 >>> from fedtorch import random
@@ -30,21 +30,21 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.module_randomness.interception import AHEAD, KeyedRandomness
 
-_KEYS = 2**14  # made at a time, at most, unless a step has more
-_STEPS = 5  # whose keys are made at first, twice as many each time after
-_NUMBERS = 2**17  # likewise, of a call of clients one after the other
+_KEYS = 2**14  # most keys made at a time, unless a step has more
+_STEPS = 5  # number of steps whose keys are made at first; it doubles each time
+_NUMBERS = 2**17  # likewise, numbers in a call of clients one after the other
 
 
 class StepKeys:
     """Make the draws of a step: `keys[t]` are `Draws` of the clients' keys, folded with t.
 
     Args:
-        keys: `(K,)`, or a function that makes them when the first draw asks.
+        keys: `(K,)`, or a function that computes them on the first draw.
     """
 
     def __init__(self, keys: Tensor | Callable[[], Tensor]) -> None:
         self._keys, self._first = keys, 0
-        self._steps = self._calls = torch.empty(0)  # of so many steps from the first, none yet
+        self._steps = self._calls = torch.empty(0)  # number of steps from the first, none yet
 
     @property
     def keys(self) -> Tensor:
@@ -63,8 +63,8 @@ class StepKeys:
         return Draws(self._steps[step - self._first], self._calls[step - self._first])
 
     def some(self, clients: Tensor, step: int) -> StepKeys:
-        """Return those of some of the clients, made with all clients' of a step."""
-        if not isinstance(self._keys, Tensor):  # nobody has drawn so far
+        """Return the draws of some of the clients, made with all clients' of a step."""
+        if not isinstance(self._keys, Tensor):  # no draw so far
             return StepKeys(lambda: self.keys[clients.to(self.keys.device)])
         self[step]
         at = clients.to(self.keys.device)
@@ -74,13 +74,13 @@ class StepKeys:
 
 
 class _Made(NamedTuple):
-    what: tuple[Any, ...]  # how they were made
+    what: tuple[Any, ...]  # arguments of the draw
     first: int  # the first client
     numbers: Tensor  # a row of each client from there
 
 
 class Draws:
-    """Draw in one step for clients together, or for one after the other.
+    """Draws of one step, for clients together or one after the other.
 
     Args:
         keys: `(K,)`.
@@ -101,11 +101,11 @@ class Draws:
         return Draws(self.keys[at], self.calls[at])
 
     def alone(self, client: int) -> KeyedRandomness:
-        """Return the draws of one client, made with those of the next ones, which are expected to draw the same."""
+        """Return the draws of one client, made together with those of the next ones, which probably draw the same."""
         return _AmongOthers(self, client)
 
     def of(self, client: int, call: int, function: Callable[..., Tensor], count: int, arguments: Any) -> Tensor | None:
-        """Return `count` numbers of a client's call; None if others have drawn something else in this call."""
+        """Return `count` numbers of a client's call; None if others have drawn other kinds in this call."""
         what, made = (function, arguments), self._made.get(call)
         if call >= self.calls.shape[1] or (made is not None and made.what != what):
             return None

@@ -1,7 +1,7 @@
-"""Functions that are expected not to draw from torch's global generators, which are looked at before and after.
+"""Functions that are expected not to draw from torch's global generators, with a check before and after.
 
-Interception of every operation costs more than a small operation. Whether a function has drawn is seen by the states of
-the generators; one that has is called again, with interception.
+Interception of every operation costs more than a small operation. Draws are detected by the generators' states; a
+function that has drawn is called again, with interception.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def drawn(function: Callable[[], T], key: Tensor) -> T:
 
 
 def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
-    """Return `drawn(function, key)` of a function that is expected not to draw, at the price of calling it.
+    """Return `drawn(function, key)` of a function that is not expected to draw, and check this by calling it.
 
-    It is called without interception, and once more with it if torch's global generators have moved, which are then
-    put back to where they were. Generators of the module's own are not watched.
+    It is called without interception, and once more with it if torch's global generators have advanced, which are then
+    restored. Generators of the module's own are not checked.
 
     Args:
-        function: which gives the same again when it is called twice.
+        function: deterministic when called twice.
         key: of one client, `()`.
 
     Example:
@@ -50,12 +50,12 @@ def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
 def each_drawn_if_random(
     function: Callable[[int], T], count: int, keys: Callable[[], Tensor], device: torch.device
 ) -> list[T]:
-    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of so many clients, by one look.
+    """Return `drawn_if_random` of `function(0)`, `function(1)`, … for all clients, with one check.
 
     Args:
-        function: of a client's place.
-        count: of clients.
-        keys: makes theirs, `(count,)`, when something has drawn.
+        function: of a client's position.
+        count: number of clients.
+        keys: computes their keys, `(count,)`, if there was a draw.
         device: of the tensors.
 
     Example:
@@ -78,12 +78,13 @@ def each_drawn_if_random(
 
 
 def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]], device: torch.device) -> T:
-    """Return `function()`, or what `again` returns where torch's global generators have moved in it.
+    """Return `function()`, or the result of `again` if torch's global generators have advanced meanwhile.
 
     Args:
-        function: which gives the same again when it is called twice.
-        again: computes the same with other draws, and says whether there were any, which puts the generators back;
-            otherwise another thread has moved them. It is asked at once where a device's generators cannot be read.
+        function: deterministic when called twice.
+        again: repeats the computation with other draws, and returns whether there were any, in which case the
+            generators are restored; otherwise another thread has advanced them. It is called at once if a device's
+            generators cannot be read.
         device: of the tensors.
 
     Example:
@@ -99,7 +100,7 @@ def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]],
         return again()[0]
     before = [generator.get_state() for generator in drawing]
     moved = lambda: not all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(drawing, before))
-    back = True  # also where one of both fails
+    back = True  # even if one of both fails
     try:
         result = function()
         back = moved()

@@ -1,5 +1,5 @@
-"""Federated learning networks: the graph, what it promises, how to learn it, its clusters, and solvers of GTV
-minimisation with linear models. Nothing here needs a federation.
+"""Federated learning networks: graphs, bounds, learning of graphs, clusters, and solvers of GTV minimisation with
+linear models. Nothing here needs a federation.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])

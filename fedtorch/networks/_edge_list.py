@@ -39,7 +39,7 @@ def as_weights(weights: Any, count: int) -> Tensor:
         return torch.ones(count, dtype=torch.float64)
     try:
         given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:  # of texts, None or rows of several lengths
+    except (TypeError, ValueError, RuntimeError) as error:  # strings, None or rows of several lengths
         raise ValueError(f"Expected numbers as weights of edges, but got others ({error}); convert them") from None
     if given.shape != (count,):
         raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(given.shape)}")
@@ -53,7 +53,7 @@ def as_weights(weights: Any, count: int) -> Tensor:
 
 
 def node_count(edges: Tensor, nodes: int | None, names: Sequence[str] | None, positions: Any) -> int:
-    """Return the number of nodes from whatever says it; the edges must be within."""
+    """Return the number of nodes, from the argument or the edges; the edges must be within it."""
     if nodes is None:
         known = [len(given) for given in (names, positions) if given is not None]
         nodes = known[0] if known else int(edges.max()) + 1 if len(edges) else 0
@@ -90,7 +90,7 @@ def canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tenso
 
 
 def as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
-    """Return one different name per node, if they are given."""
+    """Return one different name per node, if names are given."""
     if names is None:
         return None
     texts = tuple(map(str, names))
@@ -100,7 +100,7 @@ def as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
 
 
 def as_positions(positions: Any, nodes: int) -> Tensor | None:
-    """Return coordinates `(nodes, 2)` or more in float64, if they are given."""
+    """Return coordinates `(nodes, 2)` or more in float64, if positions are given."""
     if positions is None:
         return None
     places = torch.as_tensor(positions, dtype=torch.float64).detach().cpu().clone()
@@ -110,7 +110,7 @@ def as_positions(positions: Any, nodes: int) -> Tensor | None:
 
 
 def places_of(ids: Any, nodes: int) -> tuple[Tensor, Tensor]:
-    """Return different nodes as a tensor, and the place of every one of `nodes` nodes among them, −1 of the others."""
+    """Return different nodes as a tensor, and the position of each of `nodes` nodes among them, −1 for others."""
     chosen = torch.as_tensor(ids, dtype=torch.int64)
     if chosen.ndim != 1 or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < nodes):
         raise ValueError(f"Expected ids of nodes from 0 to {nodes - 1}, but got {chosen.tolist()[:9]}…")
@@ -122,7 +122,7 @@ def places_of(ids: Any, nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def components_of(adjacency: csr_matrix) -> tuple[Tensor, int]:
-    """Return the connected component of each node, numbered by their first nodes, and how many there are."""
+    """Return the connected component of each node, numbered by their first nodes, and the number of components."""
     from scipy.sparse.csgraph import connected_components
 
     count, labels = connected_components(adjacency, directed=False)
@@ -213,7 +213,9 @@ def of_neighbours(neighbours: Any) -> tuple[Tensor, int]:
 
 
 def on_sphere(places: Tensor) -> Tensor:
-    """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords order as great circles."""
+    """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords are ordered as great
+    circles.
+    """
     if places.ndim != 2 or places.shape[1] != 2 or bool((places[:, 0].abs() > 90).any()):
         raise ValueError(
             "Expected latitudes from −90 to 90 and longitudes in degrees, (n, 2), but got shape "
@@ -251,10 +253,10 @@ def as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str 
 
 
 def independent_pairs(nodes: int, p: float, key: Tensor) -> Tensor:
-    """Draw pairs i < j of `nodes` by coins of probability p, `(E, 2)` in lexicographic order.
+    """Draw pairs i < j of `nodes` independently with probability p, `(E, 2)` in lexicographic order.
 
-    A geometric number of pairs is skipped from edge to edge, so that the time grows with the number of edges and not
-    with that of pairs.
+    The number of pairs between two edges is geometric, so the time grows with the number of edges and not with that of
+    pairs.
 
     Source: Batagelj and Brandes (2005), "Efficient generation of large random networks".
 

@@ -78,7 +78,7 @@ class Diagnostics:
 
     @property
     def lower_bound(self) -> float:
-        """Bound all eigenvalues of Q from below by (5.6); zero where it says nothing."""
+        """Bound all eigenvalues of Q from below by (5.6); zero if the bound is vacuous."""
         squared = self.ratio**2
         return min(self.connectivity * self.alpha * squared, self.smallest_average / 2) / (1 + squared)
 
@@ -208,7 +208,7 @@ def perturbed_gradient_bound(factor: float, start: float, perturbations: Sequenc
         perturbations: |ε⁽⁰⁾|, |ε⁽¹⁾|, … of the steps.
 
     Returns:
-        the bounds for k = 0, 1, …, one more than there are perturbations.
+        the bounds for k = 0, 1, …, one more than the perturbations.
 
     >>> perturbed_gradient_bound(0.5, 0.0, [1.0, 1.0])
     [0.0, 1.0, 1.5]
@@ -220,7 +220,7 @@ def perturbed_gradient_bound(factor: float, start: float, perturbations: Sequenc
 
 
 def _tidy(rounds: float) -> float:
-    """Return a number without the rounding that would make 5 + 1e-16 rounds six."""
+    """Round away errors that would turn 5 + 1e-16 rounds into six."""
     return rounds * (1 - 1e-12)
 
 

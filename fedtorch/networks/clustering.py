@@ -1,4 +1,4 @@
-"""Clusters of nodes: by their parameters, by the network, or by which parameters a GTV solution ties.
+"""Clusters of nodes: by their parameters, by the network, or by equal parameters in a GTV solution.
 
 Every function returns labels `(n,)`, numbered by their first nodes, so that equal partitions are equal tensors.
 
@@ -15,21 +15,23 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 
 __all__ = ["gaussian_mixture", "k_means", "spectral"]
+__dir__ = only(__all__)
 
-_DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
+_DENSE = 400  # most nodes for a dense eigendecomposition
 
 
-def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) -> Tensor:
+def k_means(parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 10) -> Tensor:
     """Cluster the nodes' parameters, or any vectors that represent them, by k-means.
 
     Args:
         parameters: `(n, ...)`, flattened per node.
-        clusters: how many, at most n.
-        key: of the starts.
-        starts: of which the best is taken.
+        clusters: their number, at most n.
+        seed: of the starts.
+        starts: number of starts; the best result is returned.
 
     Raises:
         ValueError: a number of clusters out of range, or parameters that are not finite.
@@ -37,63 +39,63 @@ def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) ->
     from sklearn.cluster import KMeans
 
     points = _points(parameters, clusters)
-    labels = KMeans(clusters, n_init=starts, random_state=_seed(key)).fit_predict(points)
+    labels = KMeans(clusters, n_init=starts, random_state=_state(seed)).fit_predict(points)
     return _by_first_node(torch.from_numpy(labels).to(torch.int64))
 
 
 def gaussian_mixture(
-    parameters: Tensor, clusters: int, key: Tensor, starts: int = 10, *, covariance: str = "diag"
+    parameters: Tensor, clusters: int, *, seed: int = 0, starts: int = 10, covariance: str = "diag"
 ) -> Tensor:
     """Cluster the nodes' parameters, or any vectors that represent them, by the likeliest part of a Gaussian mixture.
 
-    Unlike k-means it allows for clusters of different sizes and, in each direction, spreads. Fitted by expectation
-    maximisation; a cluster that no node belongs to most likely has no label.
+    Unlike k-means it allows clusters of different sizes and different spreads in each direction. Fitted by expectation
+    maximisation; a cluster that is most likely for no node has no label.
 
     Source: Jung, "Federated learning: from theory to practice", section 6.3.
 
     Args:
         parameters: `(n, ...)`, flattened per node.
-        clusters: how many, at most n.
-        key: of the starts.
-        starts: of which the best is taken.
-        covariance: of a part, as scikit-learn's `GaussianMixture` has it: "full", "tied", "diag" or "spherical"; a full
-            one has (d + 1)d/2 numbers and asks for many nodes in each cluster.
+        clusters: their number, at most n.
+        seed: of the starts.
+        starts: number of starts; the best result is returned.
+        covariance: as in scikit-learn's `GaussianMixture`: "full", "tied", "diag" or "spherical"; a full one has (d +
+            1)d/2 numbers and needs many nodes in each cluster.
 
     Raises:
         ValueError: a number of clusters out of range, or parameters that are not finite.
 
     >>> import fedtorch as ft
-    >>> gaussian_mixture(torch.tensor([[0.0], [0.1], [9.0], [0.2], [12.0]]), 2, ft.random.key(0))
+    >>> gaussian_mixture(torch.tensor([[0.0], [0.1], [9.0], [0.2], [12.0]]), 2)
     tensor([0, 0, 1, 0, 1])
     """
     from sklearn.mixture import GaussianMixture
 
     points = _points(parameters, clusters)
-    mixture = GaussianMixture(clusters, covariance_type=covariance, n_init=starts, random_state=_seed(key))
+    mixture = GaussianMixture(clusters, covariance_type=covariance, n_init=starts, random_state=_state(seed))
     return _by_first_node(torch.from_numpy(mixture.fit_predict(points)).to(torch.int64))
 
 
-def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
+def spectral(network: Network, clusters: int, *, seed: int = 0) -> Tensor:
     r"""Cluster nodes by k-means of the rows of the first eigenvectors of the normalised adjacency.
 
-    The eigenvectors are those of the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, rows scaled to length one;
-    a node without neighbours counts as its own neighbour.
+    The eigenvectors belong to the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, with rows scaled to length one;
+    an isolated node counts as its own neighbour.
 
     Source: Ng, Jordan and Weiss (2002), "On spectral clustering: analysis and an algorithm".
 
     Args:
         network: of n nodes.
-        clusters: how many, at most n.
-        key: of the starts.
+        clusters: their number, at most n.
+        seed: of the starts.
 
     >>> import fedtorch as ft
     >>> triangles = ft.Network([(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (2, 3)])  # and an edge between them
-    >>> spectral(triangles, 2, ft.random.key(0))
+    >>> spectral(triangles, 2)
     tensor([0, 0, 0, 1, 1, 1])
     """
     _check_clusters(clusters, network.nodes)
     vectors = _leading_vectors(network, clusters)
-    return k_means(vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300), clusters, key)
+    return k_means(vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300), clusters, seed=seed)
 
 
 def tied(network: Network, parameters: Tensor, tolerance: float = 1e-6) -> Tensor:
@@ -125,7 +127,7 @@ def _leading_vectors(network: Network, count: int) -> Tensor:
     if network.nodes <= _DENSE or count >= network.nodes - 1:
         return torch.linalg.eigh(torch.from_numpy(matrix.toarray())).eigenvectors[:, -count:]
     start = random.normal(random.key(network.nodes), (network.nodes,), torch.float64).numpy()
-    # Moved by one, the eigenvalues of interest are also the largest in size.
+    # Shifted by one, the relevant eigenvalues are also the largest in absolute value.
     _, vectors = eigsh(matrix + diags([1.0], shape=matrix.shape), count, which="LA", v0=start, tol=1e-8)
     return torch.from_numpy(vectors)
 
@@ -140,8 +142,9 @@ def _points(parameters: Tensor, clusters: int) -> np.ndarray:
     return points.numpy()
 
 
-def _seed(key: Tensor) -> int:
-    return int(random.randint(key, 2**31))
+def _state(seed: int) -> int:
+    """Return a seed that scikit-learn takes."""
+    return int(random.randint(random.key(seed), 2**31))
 
 
 def _check_clusters(clusters: int, nodes: int) -> None:

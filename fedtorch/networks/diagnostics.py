@@ -1,4 +1,4 @@
-r"""Diagnostics of a network for a GTV problem before it is solved: eigenvalues, error bounds and iterations.
+r"""Diagnostics of a network for a GTV problem before its solution: eigenvalues, error bounds and iterations.
 
 The problem is quadratic (Jung, "Federated learning: from theory to practice", (3.20)–(3.25)),
 
@@ -34,7 +34,7 @@ from fedtorch.networks.network import Network
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
-_DENSE = 1000  # unknowns up to which the eigenvalues come from the whole matrix
+_DENSE = 1000  # most unknowns for a dense eigendecomposition
 _MOST_COMPONENTS = 10
 
 
@@ -42,13 +42,13 @@ def diagnose(problem: LinearProblem, *, clusters: Tensor | None = None, toleranc
     """Compute eigenvalues, bounds and expected rounds of a GTV problem; warn of several components or a singular one.
 
     Args:
-        problem: of n nodes with coupling, α positive; a node without labels has zeros. Computed in float64.
+        problem: of n nodes with coupling, α positive; a node without labels has zeros. It is converted to float64.
         clusters: the cluster of each node, `(n,)` integers, for (6.4); default: the ten largest components.
-        tolerance: of the expected rounds, relative to the error at the start (Euclidean).
+        tolerance: for the expected rounds, relative to the error at the start (Euclidean).
 
     Raises:
-        ValueError: matrices Q_i that are not symmetric, positive semi-definite and finite, not one of them above zero,
-            α or tolerance out of range, or a problem without a minimum.
+        ValueError: matrices Q_i that are not symmetric, positive semi-definite and finite, or all zero; α or tolerance
+            out of range; or a problem without a minimum.
     """
     network, alpha = problem.network, problem.alpha
     if not alpha > 0:
@@ -119,12 +119,14 @@ def _check_clusters(network: Network, clusters: Any) -> Tensor:
 
 
 def _smallest(matrix: Tensor) -> float:
-    """Return the smallest eigenvalue, zero where it is rounding in whatever units."""
+    """Return the smallest eigenvalue, zero if it is within rounding in any units."""
     return _smallest_positive(matrix, 0) if int(linalg.equilibrated(matrix).rank) == len(matrix) else 0.0
 
 
 def _smallest_positive(matrix: Tensor, nullity: int) -> float:
-    """Return the smallest eigenvalue beyond the null space: by the inverse, as beside large ones it may be rounding."""
+    """Return the smallest eigenvalue outside the null space, by the inverse, because it may be rounding beside large
+    ones.
+    """
     parts = linalg.equilibrated(matrix)
     if int(parts.rank) != len(matrix) - nullity:
         return float(torch.linalg.eigvalsh(matrix)[nullity])
@@ -147,7 +149,7 @@ def _warn(network: Network, nullity: int) -> None:
 
 
 def _check_minimum(problem: LinearProblem) -> None:
-    """Raise ValueError unless b is orthogonal to the null space: else the objective falls without end."""
+    """Raise ValueError unless b is orthogonal to the null space: otherwise the objective is unbounded below."""
     b, (labels, number), (component, vectors) = problem.cross, problem.components, problem.null_space
     if not bool(b.isfinite().all()):
         raise ValueError("Expected finite right-hand sides X'y/m, but got NaN or infinity")
@@ -169,7 +171,7 @@ def _extremes(problem: LinearProblem) -> tuple[float, float]:
         return _smallest_positive(dense, nullity), float(torch.linalg.eigvalsh(dense)[-1])
 
     def project(x: np.ndarray) -> np.ndarray:
-        """Take stacked parameters to the complement of the null space."""
+        """Project stacked parameters onto the complement of the null space."""
         return problem.minimum_norm(torch.from_numpy(x).reshape(problem.cross.shape)).flatten().numpy()
 
     largest = largest_eigenvalue(matrix)
@@ -178,7 +180,7 @@ def _extremes(problem: LinearProblem) -> tuple[float, float]:
 
 def _cluster_bound(network: Network, inside: Tensor, alpha: float) -> ClusterBound:
     ids = inside.nonzero().flatten()
-    # A node alone has no deviation from its mean: as good as a connectivity without end.
+    # An isolated node does not deviate from its mean, as with infinite connectivity.
     within = network if len(ids) == network.nodes else network.subnetwork(ids)
     connectivity = within.algebraic_connectivity if len(ids) > 1 else math.inf
     return ClusterBound(len(ids), connectivity, cluster_boundary(network, inside), alpha)

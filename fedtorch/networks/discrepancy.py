@@ -1,10 +1,11 @@
 r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theory to practice", section 7.3).
 
-Most ways have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i -
-z_j|` of two of them. Functions that return vectors `(n, m)` go with `Network.k_nearest`, which never forms all pairs;
-`distances` forms them, for `learning.regular` and `learning.edge_budget`.
+Most methods have two steps: a vector z_i that represents the data set of node i, and the distance
+:math:`D(i, j) = |z_i - z_j|` of two of them. Functions that return vectors `(n, m)` can be passed to
+`Network.k_nearest`, which never forms all pairs; `distances` forms them, for `learning.regular` and
+`learning.edge_budget`.
 
-Vectors leave the nodes, and tell about their data: a mean or a gradient at least as much as it says.
+Vectors leave the nodes, and disclose information about their data: at least a mean or a gradient.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks import discrepancy
@@ -30,11 +31,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.data import FederatedData
 from fedtorch.progress import Progress, tracked
 from fedtorch.tree import Tree
 
 __all__ = ["autoencoder_code", "distances", "gaussian_mixture", "maximum_likelihood", "mean_label", "pooled_gradient"]
+__dir__ = only(__all__)
 
 _TITLE = "Representing the nodes"
 
@@ -132,7 +135,7 @@ def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: Fede
 def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str = 0, seed: int = 0) -> Tensor:
     """Return weights, means and covariances of a Gaussian mixture of each node's features, `(n, m)`.
 
-    The components are ordered by their means, and the covariance's upper triangle is taken once.
+    The components are ordered by their means, and the covariance's upper triangle is used once.
 
     Source: construction II of the assignment of section 7.6.
 
@@ -167,23 +170,23 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
 
 
 def autoencoder_code(
-    data: FederatedData, key: Tensor, *, code: int = 2, hidden: int = 16, iterations: int = 200
+    data: FederatedData, *, seed: int = 0, code: int = 2, hidden: int = 16, iterations: int = 200
 ) -> Tensor:
-    """Return the mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
+    """Return the mean code of each node's rows in an autoencoder trained on all rows, `(n, code)`.
 
     Rows are all fields side by side, standardised; encoder and decoder have one layer of `hidden` tanh units each, or
-    none with `hidden=0`, which is principal components. Trained by L-BFGS on the mean squared error.
+    none with `hidden=0`, which gives principal components. Trained by L-BFGS on the mean squared error.
 
     Args:
         data: the nodes' rows.
-        key: of the start.
+        seed: of the start.
         code: the width of the code.
         hidden: the width of the hidden layers.
         iterations: of L-BFGS.
 
     >>> import fedtorch as ft
     >>> data = FederatedData((torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]),), counts=torch.tensor([1, 1, 1]))
-    >>> apart = distances(autoencoder_code(data, ft.random.key(0), code=1, hidden=0))
+    >>> apart = distances(autoencoder_code(data, code=1, hidden=0))
     >>> round(float(apart[1, 2] / apart[0, 1]), 3)  # along the first principal component, 2 → 4 and 1 → 2
     2.0
     """
@@ -192,7 +195,7 @@ def autoencoder_code(
     spread = rows.std(0, correction=0)
     rows = (rows - rows.mean(0)) / torch.where(spread > 0, spread, 1.0)
     widths = [rows.shape[1], hidden, code, hidden, rows.shape[1]] if hidden else [rows.shape[1], code, rows.shape[1]]
-    keys = [random.fold_in(key.to(rows.device), i) for i in range(len(widths) - 1)]
+    keys = [random.fold_in(random.key(seed).to(rows.device), i) for i in range(len(widths) - 1)]
     layers = [_layer(*each) for each in zip(keys, widths, widths[1:])]
     half = len(layers) // 2
     optimizer = torch.optim.LBFGS(

@@ -4,8 +4,8 @@ Given discrepancies D(i, j) ≥ 0 of the nodes' data sets, choose weights A that
 
 .. math:: \sum_{i, j} A_{ij} D(i, j), \quad A_{ij} = A_{ji} \in [0, 1], \quad A_{ii} = 0
 
-small (7.4), under one condition more: `nearest` gives every node its k nearest, `regular` fixes every node's degree
-(7.6), `edge_budget` the number of edges (7.7). `ft.neighbour_search` and `ft.edge_weights` do so without a place that
+small (7.4), under one further condition: `nearest` gives every node its k nearest, `regular` fixes every node's degree
+(7.6), `edge_budget` the number of edges (7.7). `ft.neighbour_search` and `ft.edge_weights` do so without any place that
 has all discrepancies.
 
 >>> import torch
@@ -30,21 +30,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.networks.network import Network
 from fedtorch.progress import tracked
 
 __all__ = ["edge_budget", "nearest", "regular"]
+__dir__ = only(__all__)
 
 _TITLE = "Learning the network"
-_STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and at most so many
-_NEWTON_STEPS = 200  # of a projection, at most
+_STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and most steps
+_NEWTON_STEPS = 200  # most Newton steps of a projection
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding
 
 
 def nearest(discrepancy: Tensor, k: int, names: Sequence[str] | None = None) -> Network:
     """Join two nodes by an edge of weight one when either is among the k nearest of the other.
 
-    For vectors, `Network.k_nearest` does so without all pairs, and `ft.neighbour_search` without a place that has them.
+    For vectors, `Network.k_nearest` does so without all pairs, and `ft.neighbour_search` without any place that has all
+    vectors.
 
     Args:
         discrepancy: D, `(n, n)` symmetric, not negative; the diagonal does not matter.
@@ -63,7 +66,7 @@ def edge_budget(discrepancy: Tensor, edges: int, names: Sequence[str] | None = N
 
     Args:
         discrepancy: D, `(n, n)` symmetric, not negative; the diagonal does not matter.
-        edges: how many; the book's E_max counts each from both ends, and is twice as large.
+        edges: their number; the book's E_max counts each from both ends, and is twice as large.
         names: one per node.
     """
     checked = _check(discrepancy)
@@ -84,7 +87,7 @@ def regular(
 ) -> Network:
     """Solve (7.6): every node has the given weighted degree; edges of weight zero are left out.
 
-    As a linear program weights are multiples of one half when the degree is a whole number. Projected gradient steps
+    As a linear program weights are multiples of one half if the degree is a whole number. Projected gradient steps
     (4.17) may end at the mean of several optima, with other weights.
 
     Args:
@@ -93,7 +96,7 @@ def regular(
         names: one per node.
         candidates: the pairs `(E, 2)` that may have an edge, such as `nearest(...).edges` with more neighbours;
             default: all n(n − 1)/2 of them.
-        projected: whether to take projected gradient steps among all pairs in place of linear programming.
+        projected: whether to use projected gradient steps among all pairs in place of linear programming.
 
     Raises:
         ValueError: a degree that the candidates cannot give every node, wrong dimensions, or candidates for projected
@@ -134,8 +137,8 @@ def _by_linear_program(discrepancy: Tensor, degree: float, pairs: Tensor) -> Ten
 def _by_projection(discrepancy: Tensor, degree: float) -> Tensor:
     """Return the weights of all pairs by steps A ← P(A − ηD) (4.17).
 
-    The objective is linear, so that a step is one of the proximal point method, which arrives after finitely many; it
-    stops where a step changes nothing.
+    The objective is linear, so a step is one of the proximal point method, which converges after finitely many; it
+    stops when a step changes nothing.
     """
     n = len(discrepancy)
     discrepancy = discrepancy.clone().fill_diagonal_(0.0)
@@ -165,8 +168,8 @@ def _check(discrepancy: Tensor) -> Tensor:
 def _project(matrix: Tensor, degree: float) -> Tensor:
     """Return the nearest symmetric matrix with weights in [0, 1], zero diagonal and this degree.
 
-    It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is how
-    much the degrees lack, its curvature D + A of the pairs strictly inside [0, 1]. Weights and counts of pairs are pure
+    It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is the
+    degrees' deficit, its curvature D + A of the pairs strictly inside [0, 1]. Weights and counts of pairs are pure
     numbers, and so are the limits of rounding here.
     """
     n = len(matrix)

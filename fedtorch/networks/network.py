@@ -2,7 +2,7 @@
 
 Notation follows Jung, "Federated learning: from theory to practice", chapter 3: weights A_ij = A_ji > 0 on the edges E,
 weighted degrees d_i = Σ_j A_ij, Laplacian L = diag(d) − A with eigenvalues 0 = λ₁ ≤ λ₂ ≤ … ≤ λ_n. The second one, λ₂,
-is positive when the network is connected, and the larger it is, the faster values spread.
+is positive for a connected network, and the larger it is, the faster values spread.
 
 >>> import fedtorch as ft
 >>> ring = ft.Network.ring(4)
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.networks import _edge_list as edge_list
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import networkx
     from scipy.sparse import csr_matrix
 
-_DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
+_DENSE = 400  # most nodes for a dense eigendecomposition
 
 
 class Components(NamedTuple):
@@ -46,13 +47,13 @@ class Components(NamedTuple):
 
 
 class Network:
-    r"""An undirected graph with positive weights and without loops; it does not change once it is made.
+    r"""An undirected graph with positive weights and without loops; immutable.
 
     Args:
         edges: `(E, 2)` integers, the two nodes of each edge, in any order. An edge that is named twice with one weight
             counts once.
         weights: `(E,)` positive; default: ones.
-        nodes: how many; default: up to the last node that has an edge.
+        nodes: their number; default: up to the last node that has an edge.
         names: one per node; default: the numbers of the nodes.
         positions: `(n, 2)` or more coordinates, for pictures.
 
@@ -122,7 +123,7 @@ class Network:
     def adjacency(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
         """Return the matrix A as sparse CSR `(n, n)` with sorted columns; made once per dtype and device.
 
-        The indices are int32 where they fit, as the sparse products of MKL and cuSPARSE take them.
+        The indices are int32 if they fit, as required by the sparse products of MKL and cuSPARSE.
         """
         made: dict[tuple[torch.dtype, str], Tensor] = self.__dict__["_adjacencies"]
         which = (dtype, str(torch.device(device or "cpu")))
@@ -161,7 +162,7 @@ class Network:
 
     @cached_property
     def algebraic_connectivity(self) -> float:
-        """Return λ₂ of the Laplacian; zero when there are several components.
+        """Return λ₂ of the Laplacian; zero if there are several components.
 
         Raises:
             ValueError: a network of one node, which has no λ₂.
@@ -172,7 +173,7 @@ class Network:
             return 0.0
         if self.nodes <= _DENSE:
             return float(self._spectrum[1])
-        top = 2 * float(self.degrees.max())  # at least λ_n, (5.23)
+        top = 2 * float(self.degrees.max())  # upper bound of λ_n, (5.23)
         return smallest_positive_eigenvalue(self.scipy_laplacian, lambda x: x - x.mean(), top)
 
     @cached_property
@@ -186,7 +187,7 @@ class Network:
         return torch.linalg.eigvalsh(self.laplacian().to_dense())
 
     def subnetwork(self, ids: Any) -> Network:
-        """Return the given nodes, in that order, and the edges between them.
+        """Return the given nodes, in that order, with the edges between them.
 
         Raises:
             ValueError: a node out of range or twice.
@@ -207,12 +208,12 @@ class Network:
         names: Sequence[str] | None = None,
         positions: Any = None,
     ) -> Network:
-        """Make a network of tuples (i, j) or (i, j, weight), whose nodes are numbers or names.
+        """Build a network from tuples (i, j) or (i, j, weight), whose nodes are numbers or names.
 
         Args:
             edges: tuples of one length.
-            nodes: how many, where nodes are numbers and some have no edge.
-            names: of all nodes; default where nodes are names: in the order of their first appearance.
+            nodes: their number, if nodes are numbers and some have no edge.
+            names: of all nodes; default for named nodes: in the order of their first appearance.
             positions: `(n, 2)` or more.
 
         Raises:
@@ -226,7 +227,8 @@ class Network:
 
     @classmethod
     def from_matrix(cls, matrix: Any, names: Sequence[str] | None = None, positions: Any = None) -> Network:
-        """Make a network of a symmetric matrix of weights with a zero diagonal: a tensor, an array or a SciPy matrix.
+        """Build a network from a symmetric matrix of weights with a zero diagonal: a tensor, an array or a SciPy
+        matrix.
 
         Raises:
             ValueError: a matrix that is not square or not symmetric, or has a negative weight or a diagonal.
@@ -236,7 +238,7 @@ class Network:
 
     @classmethod
     def from_networkx(cls, graph: networkx.Graph, weight: str = "weight", position: str = "pos") -> Network:
-        """Make a network of an undirected networkx graph; an edge without the attribute `weight` weighs one.
+        """Build a network from an undirected networkx graph; edges without the attribute `weight` have weight one.
 
         Names are the attribute `name` of the nodes, else the nodes themselves as text; positions are the attribute
         `position`, where all nodes have it.
@@ -268,9 +270,9 @@ class Network:
 
         Args:
             points: `(n, dimensions)`; two or three coordinates become the `positions`.
-            k: neighbours of each point, from 1 to n − 1. Which of equally far ones are taken is left open.
+            k: neighbours of each point, from 1 to n − 1. Ties are broken arbitrarily.
             names: one per point.
-            great_circle: whether points are latitudes and longitudes in degrees, `(n, 2)`, and near is along the
+            great_circle: whether points are latitudes and longitudes in degrees, `(n, 2)`, and distances are along the
                 surface of the earth, across the date line and the poles too; the `positions` are then those of a map,
                 (longitude, latitude). Otherwise distances are Euclidean.
 
@@ -307,33 +309,33 @@ class Network:
 
     @classmethod
     def star(cls, nodes: int) -> Network:
-        """Make a star, node 0 in the middle and an edge from it to each of the others: a server and its clients."""
+        """Build a star, with an edge from node 0 to each of the others: a server and its clients."""
         edge_list.check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
     def complete(cls, nodes: int) -> Network:
-        """Make the complete graph: an edge between any two nodes."""
+        """Build the complete graph, with an edge between any two nodes."""
         edge_list.check_count(nodes)
         return cls(torch.triu_indices(nodes, nodes, 1).mT, nodes=nodes)
 
     @classmethod
     def ring(cls, nodes: int) -> Network:
-        """Make a ring, with edges between each node and the next one, and between the last and the first."""
+        """Build a ring, with edges between each node and the next one, and between the last and the first."""
         edge_list.check_count(nodes)
         node = torch.arange(nodes if nodes > 1 else 0)
         return cls(torch.stack((node, (node + 1) % nodes), 1), nodes=nodes)
 
     @classmethod
-    def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
+    def erdos_renyi(cls, nodes: int, p: float, *, seed: int = 0) -> Network:
         """Draw an edge for every pair of nodes with probability p, on its own, as Batagelj and Brandes (2005) do."""
         edge_list.check_count(nodes)
-        return cls(edge_list.independent_pairs(nodes, p, key), nodes=nodes)
+        return cls(edge_list.independent_pairs(nodes, p, random.key(seed)), nodes=nodes)
 
     @classmethod
     def stochastic_blocks(
-        cls, sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor
+        cls, sizes: Sequence[int], within: float | Sequence[float], between: float, *, seed: int = 0
     ) -> Network:
         """Draw blocks of consecutive nodes, with edges likelier (or rarer) within them than between them.
 
@@ -341,9 +343,10 @@ class Network:
             sizes: nodes of each block.
             within: the probability of an edge between two nodes of one block; one number or one per block.
             between: the probability of an edge between nodes of two blocks.
-            key: of the draws.
+            seed: of the draws.
 
         Raises:
-            ValueError: a size below one, a probability outside [0, 1], or another number of them than of blocks.
+            ValueError: a size below one, a probability outside [0, 1], or numbers of probabilities and blocks that do
+                not match.
         """
-        return cls(edge_list.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))
+        return cls(edge_list.stochastic_blocks(sizes, within, between, random.key(seed)), nodes=int(sum(sizes)))

@@ -1,8 +1,8 @@
 """Extreme eigenvalues of large sparse symmetric matrices whose null space is known.
 
-Two methods complete each other. Lanczos multiplies only, and is quick where the smallest positive eigenvalue is not
-small beside the largest. Where it is, as on a grid or a map, the network falls into parts by removing few nodes, so
-that a sparse factorisation stays small, and Lanczos on the inverse is quick. A rough run of Lanczos tells which it is.
+Two methods complement each other. Lanczos needs only products, and is fast if the smallest positive eigenvalue is not
+small relative to the largest. If it is, as on a grid or a map, removing few nodes splits the network into parts, so a
+sparse factorisation stays small, and Lanczos on the inverse is fast. A rough run of Lanczos decides.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 _ROUGH = 0.005  # relative residual of the rough run
-_SMALL = 0.01  # of the largest eigenvalue: below it, the matrix is factorised
+_SMALL = 0.01  # ratio to the largest eigenvalue below which the matrix is factorised
 _FINE = 1e-9  # relative residual, which bounds the error; the error is about its square where eigenvalues are apart
-_SHIFT = 1e-9  # of the largest eigenvalue: what makes a singular matrix one with factors
+_SHIFT = 1e-9  # regularisation of a singular matrix, relative to the largest eigenvalue
 
 
 def largest_eigenvalue(matrix: csr_matrix) -> float:
@@ -40,7 +40,7 @@ def smallest_positive_eigenvalue(
         matrix: `(N, N)`, N at least 3.
         project: takes a vector `(N,)` to the complement of the null space.
         top: a number that is not less than the largest eigenvalue.
-        small: the share of `top` below which the eigenvalue is found by factorising the matrix.
+        small: ratio to `top` below which the eigenvalue is found by factorising the matrix.
     """
     reverse = lambda x: top * project(x) - matrix @ x
     value, vector = _largest(reverse, project(_start(matrix.shape[0])), _ROUGH)
@@ -53,7 +53,7 @@ def smallest_positive_eigenvalue(
 def _largest(
     product: Callable[[np.ndarray], np.ndarray], start: np.ndarray, tolerance: float
 ) -> tuple[float, np.ndarray]:
-    """Return the largest eigenvalue and its vector, of what `product` multiplies with."""
+    """Return the largest eigenvalue of the operator `product`, and its vector."""
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     size = len(start)

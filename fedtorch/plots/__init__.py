@@ -1,8 +1,8 @@
 """Figures of federations and their data.
 
-Every function returns a matplotlib `Figure` that belongs to no window: save it with `figure.savefig`, or let a notebook
-show it. Where a function takes a run for its history, that is a `Run`, a `Federation`, a `History`, or the table that
-they give. `forest`, `shrinkage`, `funnel`, `calibration` and `predictive_check` take the `Run` of a hierarchical model.
+Every function returns a matplotlib `Figure` without a window: save it with `figure.savefig`, or display it in a
+notebook. Functions of a run's history accept a `Run`, a `Federation`, a `History`, or their table. `forest`,
+`shrinkage`, `funnel`, `calibration` and `predictive_check` need the `Run` of a hierarchical model.
 
 >>> import fedtorch as ft
 >>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3), clients=20, seed=0)

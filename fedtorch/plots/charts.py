@@ -1,6 +1,6 @@
-"""Charts as data: series over a horizontal axis, with the scale, the ticks and the words of both axes.
+"""Charts as data: series over a horizontal axis, with scale, ticks and labels of both axes.
 
-`fedtorch.plots` and `fedtorch.report` draw them alike.
+`fedtorch.plots` and `fedtorch.report` draw them in the same way.
 
 >>> import numpy as np
 >>> made: Chart = chart("Loss", "round", np.arange(1.0, 4.0), [Series("mean", np.array([0.3, 0.2, 0.1]))])
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
-GREY = -1  # as a series' colour
-_DECADES = 2.5  # from which positive numbers are drawn on a logarithmic axis
+GREY = -1  # colour of a grey series
+_DECADES = 2.5  # range of positive numbers above which the axis is logarithmic
 
 
 class Series(NamedTuple):
-    """Numbers over a chart's horizontal axis, NaN where there is none."""
+    """Numbers over a chart's horizontal axis, NaN for missing ones."""
 
     label: str
     y: Numbers  # (n,)
-    colour: int = 0  # its number among the colours, or `GREY`
+    colour: int = 0  # index of its colour, or `GREY`
     line: str = "solid"  # or dashed, dotted, none for points
     low: Numbers | None = None  # (n,) the other edge of a band
     faint: bool = False
@@ -75,16 +75,16 @@ def chart(
     logarithmic: bool | None = None,
     text_of: Callable[[float], str] | None = None,
 ) -> Chart | None:
-    """Return a chart of several series, or None where there is no finite number.
+    """Build a chart of several series, or None without any finite number.
 
     Args:
         title: above it.
-        x_label: of the horizontal axis.
+        x_label: label of the horizontal axis.
         x: `(n,)` ascending.
         series: over it.
-        y_label: of the vertical axis.
-        logarithmic: whether the vertical axis is; None lets positive numbers over some decades decide.
-        text_of: how numbers of the vertical axis are written; default: `number`.
+        y_label: label of the vertical axis.
+        logarithmic: whether the vertical axis is; None chooses by the range of positive numbers.
+        text_of: format of numbers on the vertical axis; default: `number`.
     """
     known = _finite(each for one in series for each in (one.y, one.low))
     if not len(known):
@@ -126,7 +126,7 @@ def ticks(low: float, high: float, count: int = 6, whole: bool = False) -> list[
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Return powers of ten between two logarithms, every so many."""
+    """Return powers of ten between two logarithms, with a constant step."""
     first, last = math.ceil(low), math.floor(high)
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5 + 1))]
 

@@ -1,4 +1,4 @@
-"""What a fitted model predicts beside what was observed: calibration, and responses drawn anew.
+"""Predictions of a fitted model with observations: calibration, and replicated responses.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -33,17 +33,17 @@ __all__ = ["calibration", "predictive_check"]
 
 
 def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
-    """Draw how often yes/no responses came true by their predicted probability, with intervals and the isotonic curve.
+    """Draw observed frequencies of yes/no responses by predicted probability, with intervals and the isotonic curve.
 
     Args:
         run: of `ft.ep` with a hierarchical logistic model, on rows at hand or on sites whose policies have
             `after_fit=("checks",)`; or of `ft.gibbs` with a sampler that recorded sites.
-        bins: of about equally many rows.
+        bins: number of bins, with about equally many rows.
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else.
-        RuntimeError: sites that do not tell checks.
+        TypeError: another kind of run.
+        RuntimeError: sites that do not allow checks.
     """
     figure = new_figure(5.2, 4.8)
     axes = figure.subplots()
@@ -56,18 +56,17 @@ def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
 
 @literal()
 def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
-    """Draw observed responses beside those that the model draws anew.
+    """Draw observed responses with replicated ones.
 
     Args:
         run: as for `calibration`, with any hierarchical model.
-        of: "rows", the density of numbers or the square roots of how often each count is there (a rootogram); or
-            "sites", each site's mean, of yes/no responses its share of yes. Default: rows, and sites of yes/no
-            responses.
+        of: "rows", the density of numbers or the square roots of the frequencies of counts (a rootogram); or "sites",
+            each site's mean, for yes/no responses its share of yes. Default: rows, and sites for yes/no responses.
         level: probability of the bands.
 
     Raises:
-        TypeError: a run of something else, or `of="rows"` of yes/no responses.
-        RuntimeError: sites that do not tell checks.
+        TypeError: another kind of run, or `of="rows"` for yes/no responses.
+        RuntimeError: sites that do not allow checks.
     """
     if of not in ("", "rows", "sites"):
         raise ValueError(f"Expected of= 'rows' or 'sites', but got {of!r}")
@@ -88,7 +87,7 @@ def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
     return figure
 
 
-def calibration_chart(found: Calibration, level: float) -> Chart | None:
+def calibration_chart(calibration: Calibration, level: float) -> Chart | None:
     """Return the chart of a calibration.
 
     >>> half = torch.tensor([0.5])
@@ -96,18 +95,18 @@ def calibration_chart(found: Calibration, level: float) -> Chart | None:
     >>> calibration_chart(found, level=0.9).y_label
     'observed share'
     """
-    x, diagonal = found.predicted.numpy(), np.array([0.0, 1.0])
+    x, diagonal = calibration.predicted.numpy(), np.array([0.0, 1.0])
     series = [
-        Series(f"{100 * level:g} % interval of the bins", found.high.numpy(), low=found.low.numpy()),
+        Series(f"{100 * level:g} % interval of the bins", calibration.high.numpy(), low=calibration.low.numpy()),
         Series("perfect", diagonal, GREY, "dashed", x=diagonal),
-        Series("isotonic", found.curve[:, 1].numpy(), 1, x=found.curve[:, 0].numpy()),
-        Series("bins of rows", found.observed.numpy(), 0, "none"),
+        Series("isotonic", calibration.curve[:, 1].numpy(), 1, x=calibration.curve[:, 0].numpy()),
+        Series("bins of rows", calibration.observed.numpy(), 0, "none"),
     ]
     label = "predicted probability, without the row itself"
     return chart("Calibration", label, x, series, y_label="observed share", logarithmic=False)
 
 
-def histogram_chart(found: Histograms, level: float) -> Chart | None:
+def histogram_chart(histograms: Histograms, level: float) -> Chart | None:
     """Return observed counts over the band of replicated ones: a density, or a rootogram of counts.
 
     >>> bins = torch.arange(3.0).double()
@@ -115,31 +114,35 @@ def histogram_chart(found: Histograms, level: float) -> Chart | None:
     >>> made.y_label, made.series[-1].y.round(1).tolist()
     ('√ rows', [0.0, 1.0, 1.4])
     """
-    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=found.replicated.dtype)
-    scaled = (lambda rows: rows.sqrt()) if found.counts else (lambda rows: rows / (found.observed.sum() * found.width))
-    low, middle, high = scaled(found.replicated.quantile(tails, 0)).numpy()
+    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=histograms.replicated.dtype)
+    scaled = (
+        (lambda rows: rows.sqrt())
+        if histograms.counts
+        else (lambda rows: rows / (histograms.observed.sum() * histograms.width))
+    )
+    low, middle, high = scaled(histograms.replicated.quantile(tails, 0)).numpy()
     series = [
         Series(f"{100 * level:g} % of replicated responses", high, low=low),
         Series("their median", middle, 0, "dashed"),
-        Series("observed", scaled(found.observed).numpy(), 1),
+        Series("observed", scaled(histograms.observed).numpy(), 1),
     ]
-    label = "response" + (f", {found.places[-1]:.0f} or more in the last place" if found.counts else "")
-    y_label = "√ rows" if found.counts else "density"
-    title = "Counts, observed and replicated" if found.counts else "Responses, observed and replicated"
-    return chart(title, label, found.places.numpy(), series, y_label=y_label, logarithmic=False)
+    label = "response" + (f", {histograms.places[-1]:.0f} or more in the last place" if histograms.counts else "")
+    y_label = "√ rows" if histograms.counts else "density"
+    title = "Counts, observed and replicated" if histograms.counts else "Responses, observed and replicated"
+    return chart(title, label, histograms.places.numpy(), series, y_label=y_label, logarithmic=False)
 
 
-def site_check(found: SiteMeans, level: float, binary: bool) -> Forest | None:
+def site_check(means: SiteMeans, level: float, binary: bool) -> Forest | None:
     """Return each site's replicated means with the observed one.
 
     >>> made = site_check(SiteMeans(("a",), torch.ones(1), torch.rand(1, 9)), level=0.9, binary=False)
     >>> made.lines[0].name, made.lines[0].other
     ('a', 1.0)
     """
-    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=found.replicated.dtype)
-    low, middle, high = found.replicated.quantile(tails, 1).tolist()
-    order = found.observed.argsort(stable=True).tolist()
-    lines = [Line(found.sites[k], low[k], middle[k], high[k], float(found.observed[k])) for k in order]
+    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=means.replicated.dtype)
+    low, middle, high = means.replicated.quantile(tails, 1).tolist()
+    order = means.observed.argsort(stable=True).tolist()
+    lines = [Line(means.sites[k], low[k], middle[k], high[k], float(means.observed[k])) for k in order]
     words = "share of yes by site" if binary else "mean response by site"
     return forest(
         words, words.removesuffix(" by site"), lines, middle=f"replicated, {100 * level:g} %", other="observed"

@@ -1,4 +1,4 @@
-"""Forests as data: a line per name with its interval, for effects of sites and coefficients.
+"""Data of forest plots: one line with an interval per name, for sites' effects and coefficients.
 
 `fedtorch.plots` and `fedtorch.report` draw them alike.
 
@@ -15,35 +15,35 @@ from typing import NamedTuple
 
 from fedtorch.plots.charts import Tick, number, ticks
 
-LONGEST = 36  # characters of a name beside its line
+LONGEST = 36  # longest name beside its line, in characters
 
 
 class Line(NamedTuple):
-    """An interval and the estimate in it, and perhaps another estimate of the same."""
+    """An estimate with its interval, and optionally a second estimate of the same quantity."""
 
     name: str
     low: float
     middle: float
     high: float
     other: float = math.nan
-    all: bool = False  # whether it is of all sites together
+    all: bool = False  # whether it belongs to all sites together
 
 
 class Forest(NamedTuple):
-    """A chart with a line per name."""
+    """A chart with one line per name."""
 
     title: str
     x_label: str
     lines: Sequence[Line]
     x_range: tuple[float, float]
     x_ticks: list[Tick]
-    zero: float | None  # where a reference stands, if it is there
-    middle: str = ""  # what the estimate is
-    other: str = ""  # what the other estimate is
-    all: str = ""  # what lines of all are
+    zero: float | None  # reference value, if it is within the plot
+    middle: str = ""  # meaning of the estimate
+    other: str = ""  # meaning of the other estimate
+    all: str = ""  # meaning of the lines of all sites
 
     def text_of(self, line: Line) -> str:
-        """Return a line in words."""
+        """Return a text version of a line."""
         text = f"{number(line.middle)}, {number(line.low)} to {number(line.high)}"
         return text if math.isnan(line.other) else f"{text}; {self.other} {number(line.other)}"
 
@@ -58,14 +58,14 @@ def forest(
     other: str = "",
     all: str = "",
 ) -> Forest | None:
-    """Return a forest, or None where no line has finite numbers.
+    """Build a forest, or None if no line has finite numbers.
 
     Args:
-        title: above it.
-        x_label: of the horizontal axis.
-        lines: from the upper one down; those without finite intervals are left out.
-        zero: where a reference stands; left out where it is far from all lines.
-        middle, other, all: what the estimates and the lines of all are, for the legend.
+        title: of the chart.
+        x_label: label of the horizontal axis.
+        lines: from top to bottom; those without finite intervals are left out.
+        zero: reference value; left out if it is far from all lines.
+        middle, other, all: legend texts of the estimates, the other estimates and the lines of all sites.
     """
     shown = [line for line in lines if all_finite(line.low, line.middle, line.high)]
     if not shown:
@@ -93,21 +93,22 @@ def all_finite(*values: float) -> bool:
 
 
 def shortened(names: Sequence[str], longest: int = LONGEST) -> list[str]:
-    """Return names that fit beside their lines and can still be told apart, if the given ones can.
+    """Shorten names to fit beside their lines, keeping distinct names distinct.
 
     >>> shortened(["Clinic of cardiology, north", "Clinic of cardiology, south"], longest=12)
     ['…logy, north', '…logy, south']
     >>> shortened(["Ward 1 of the old clinic", "Ward 2 of the old clinic"], longest=12)
     ['Ward 1 of t…', 'Ward 2 of t…']
     """
-    kept, known = longest - 1, len(set(names))
+    length, known = longest - 1, len(set(names))
     long = [name for name in names if len(name) > longest]
-    start = next((i for i, letters in enumerate(zip(*long)) if len(set(letters)) > 1), 0)  # where they begin to differ
+    # the first position at which they differ
+    start = next((i for i, letters in enumerate(zip(*long)) if len(set(letters)) > 1), 0)
     ways = (
-        lambda name: f"{name[:kept]}…",
-        lambda name: f"…{name[-kept:]}",
-        lambda name: f"{name[: kept // 2]}…{name[-(kept - kept // 2) :]}",
-        lambda name: f"{name[: kept // 3]}…{name[start : start + kept - kept // 3]}",
+        lambda name: f"{name[:length]}…",
+        lambda name: f"…{name[-length:]}",
+        lambda name: f"{name[: length // 2]}…{name[-(length - length // 2) :]}",
+        lambda name: f"{name[: length // 3]}…{name[start : start + length - length // 3]}",
     )
     for way in ways:
         made = [name if len(name) <= longest else way(name) for name in names]

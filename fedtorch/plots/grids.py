@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     """Draw the mean over clients of each setting's score, by colour and number; the best setting has a frame.
 
-    Cells of settings that a search has not drawn are empty.
+    Cells of settings without a trial are empty.
 
     Hyperparameters of one value are left out. If one is left, the figure is a line with the spread over clients; with
     two they are the axes; with more the first two are, and a cell has the best of the settings that fall into it.
 
     Args:
-        grid: what `ft.grid` or `ft.tune` returns.
-        name: what the score is called.
+        grid: result of `ft.grid` or `ft.tune`.
+        name: name of the score.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -66,7 +66,7 @@ def heat_map(grid: GridSearch, name: str = "score") -> Figure:
 
 
 def _draw_cells(axes: Axes, values: np.ndarray, drawn: np.ndarray, label: str, largest_is_best: bool) -> None:
-    """Colour with numbers on them; one that was drawn and has no number diverged."""
+    """Draw coloured cells with numbers; a drawn setting without a number diverged."""
     known = values[np.isfinite(values)]
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="viridis" if largest_is_best else "viridis_r", interpolation="none"

@@ -58,7 +58,7 @@ def by_round(table: pd.DataFrame, name: str, series: list[Series]) -> Chart | No
 
 
 def column(table: pd.DataFrame, name: str) -> Numbers:
-    """Return a column of a history, NaN where there is no value.
+    """Return a column of a history, NaN for missing values.
 
     Raises:
         ValueError: the history does not have it.

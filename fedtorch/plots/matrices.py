@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fedtorch.models.low_rank import LowRank
 
-_MOST_DEVICES = 500  # of a correlation matrix that is drawn
+_MOST_DEVICES = 500  # most devices in a drawn correlation matrix
 
 
 @literal()
@@ -26,8 +26,8 @@ def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response
     Args:
         inclusion: `(p, p)`, such as `graphical.square` gives; row j is the regression of variable j.
         names: of the p variables.
-        down: what a row stands for.
-        across: what a column stands for.
+        down: meaning of a row.
+        across: meaning of a column.
 
     Raises:
         ValueError: not a square matrix, or not a name for each of its rows.
@@ -60,7 +60,7 @@ def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) 
 
     Args:
         covariance: Ω, such as `round.server.covariance`; of many devices, some are drawn, evenly spaced.
-        names: of all devices, to label a few with.
+        names: of all devices, of which a few are labelled.
 
     Raises:
         ValueError: another number of names than of devices.

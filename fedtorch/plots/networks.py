@@ -24,7 +24,7 @@ _LEVELS = 50  # of the darkness of edges
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
-    """Draw a network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
+    """Draw a network with nodes coloured by a number or a cluster each, and edges darker for larger weights.
 
     Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
     network positions (longitude, latitude). Without positions springs lay out the nodes, or, of many, averages over
@@ -34,7 +34,7 @@ def network(
         network: of n nodes.
         values: `(n,)` numbers, such as one parameter of each node, for a colour bar.
         clusters: `(n,)` integers instead, such as from `ft.networks.clustering`, for a legend.
-        label: of the colour bar.
+        label: label of the colour bar.
         names: whether to write the nodes' names; default: up to thirty nodes.
 
     Raises:
@@ -66,8 +66,8 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
     """Draw arrows from causes to effects on a circle of variables, wider the more probable; feedback is two arcs.
 
     Args:
-        inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
-            multiply by `graphical.edges`.
+        inclusion: `(p, p)`, the probability of an arrow from each column to each row; zeros are not drawn, so multiply
+            by `graphical.edges`.
         names: of the p variables.
         effects: `(p, p)`, whose signs colour the arrows.
 
@@ -121,7 +121,7 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
 
 
 def draw_edges(axes: Axes, places: np.ndarray, edges: np.ndarray, weights: np.ndarray) -> None:
-    """Draw edges, darker the more they weigh, those of about the same weight as one line.
+    """Draw edges, darker for larger weights, with one line object per level of weight.
 
     Args:
         axes: without frame or ticks afterwards, and as wide as high.
@@ -144,12 +144,12 @@ def draw_edges(axes: Axes, places: np.ndarray, edges: np.ndarray, weights: np.nd
 
 
 def node_style(nodes: int) -> dict[str, Any]:
-    """Return how a scatter draws so many nodes."""
+    """Return the scatter style for this many nodes."""
     return {"s": float(np.clip(4000 / max(1, nodes), 4, 120)), "zorder": 2, "linewidths": 0.4, "edgecolors": "white"}
 
 
 def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.ndarray, style: dict[str, Any]) -> None:
-    """Draw the largest clusters in a colour each, and what is left in grey."""
+    """Draw the largest clusters in one colour each, and the rest in grey."""
     known, counts = np.unique(clusters, return_counts=True)
     shown = np.sort(known[np.argsort(-counts, kind="stable")[:MOST_COLOURS]])
     for i, cluster in enumerate(shown):

@@ -1,4 +1,4 @@
-"""Curves of runs: losses and scores by round, by group, and against what was sent.
+"""Curves of runs: losses and scores by round, by group, and against bytes sent.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import fairness
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 @literal()
 def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["round", "bytes"] = "round") -> Figure:
-    """Draw the training loss and scores by round; of one run with the spread over clients, of several a line each.
+    """Draw training loss and scores by round; for one run with the spread over clients, for several one line each.
 
     Args:
-        run: a `Run`, `Federation`, `History`, or table; or several of these by name, of which each may be a sequence of
+        run: a `Run`, `Federation`, `History`, or table; or several of these by name, each of which may be a sequence of
             repetitions: then the line is their mean and the band goes from the lowest to the highest.
         values: columns of the history to draw, one panel each, or names of metrics that were validated, such as
             "accuracy" and "accuracy_min", of the worst client; default: `train_loss` and every `val_<metric>`.
-        against: of several runs, the horizontal axis: the round, or the bytes sent so far, up and down together (their
+        against: for several runs, the horizontal axis: the round, or the bytes sent so far, up and down together (their
             mean over repetitions).
 
     Raises:
@@ -113,7 +113,7 @@ def _compared(tables: Mapping[str, Sequence[pd.DataFrame]], name: str, against: 
 
 
 def _column_of(table: pd.DataFrame, name: str) -> str:
-    """Return the column of a metric that was validated, or of the name itself."""
+    """Return the column of a validated metric, or else the column of this name."""
     return f"val_{name}" if f"val_{name}" in table else name
 
 
@@ -126,7 +126,7 @@ def _tables(runs: Any) -> list[pd.DataFrame]:
 
 
 def _figure(made: Chart | None, legend: bool = False) -> Figure:
-    """Return a figure of one chart, empty where there is no number."""
+    """Return a figure of one chart, empty without numbers."""
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     if made is not None:
@@ -137,7 +137,7 @@ def _figure(made: Chart | None, legend: bool = False) -> Figure:
 
 
 def _table(run: Any) -> pd.DataFrame:
-    """Return the history of a Run, a Federation or a History, or the table as it is."""
+    """Return the history of a Run, a Federation or a History, or the given table."""
     table = run.history if hasattr(run, "history") else run.frame() if hasattr(run, "frame") else run
     if not hasattr(table, "columns"):
         raise TypeError(f"Expected a Run, a Federation, a History or its table, but got {type(run).__name__}")

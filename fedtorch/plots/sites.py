@@ -1,4 +1,4 @@
-"""Effects of sites: their intervals, how far they are drawn to the mean, and which are far from it for their size.
+"""Effects of sites: intervals, shrinkage to the mean, and unusual sites given their size.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -37,7 +37,7 @@ _LIMITS = ((1.959964, "95 %"), (3.090232, "99.8 %"))
 
 @literal()
 def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
-    """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
+    """Draw each site's coefficients with their intervals, ordered, with the common coefficient below.
 
     Args:
         run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
@@ -46,8 +46,8 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else.
-        RuntimeError: sites that do not tell effects.
+        TypeError: another kind of run.
+        RuntimeError: sites that do not allow effects.
         ValueError: no such coefficient.
     """
     return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])
@@ -55,19 +55,19 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
 
 @literal()
 def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
-    """Draw each site's own estimate and where partial pooling has drawn it; arguments are those of `forest`.
+    """Draw each site's own estimate and its partially pooled one; arguments are those of `forest`.
 
-    A site whose rows say nothing of a coefficient has no estimate of its own.
+    A site whose rows have no information about a coefficient has no own estimate.
     """
     return _forests([site_forest(*each, level=level, own=True) for each in _chosen(run, coefficient, level)])
 
 
 @literal()
 def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
-    """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
+    """Draw each site's own estimate against its precision, with the limits of random variation.
 
-    Inner limits hold 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the spread that the
-    model has found between sites; the first of those outside are named. Arguments are those of `forest`.
+    Inner limits contain 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the estimated
+    spread between sites; the first of those outside are named. Arguments are those of `forest`.
     """
     made = [site_funnel(*each) for each in _chosen(run, coefficient, 0.9)]
     figure = new_figure(6.4 * len(made), 4.4)
@@ -79,28 +79,30 @@ def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
     return figure
 
 
-def site_forest(found: SiteEstimates, j: int, *, level: float, own: bool = False) -> Forest | None:
-    """Return the forest of a coefficient; with the sites' own estimates, too, where asked."""
-    name = found.coefficients[j]
-    order = found.mean[:, j].argsort(stable=True).tolist()
-    columns = (part[:, j].tolist() for part in (found.low, found.mean, found.high, found.own))
-    every = list(zip(found.sites, *columns))
+def site_forest(estimates: SiteEstimates, j: int, *, level: float, own: bool = False) -> Forest | None:
+    """Build the forest of a coefficient, with the sites' own estimates if `own`."""
+    name = estimates.coefficients[j]
+    order = estimates.mean[:, j].argsort(stable=True).tolist()
+    columns = (part[:, j].tolist() for part in (estimates.low, estimates.mean, estimates.high, estimates.own))
+    every = list(zip(estimates.sites, *columns))
     lines = [Line(*(every[k] if own else every[k][:4])) for k in order]
-    low, middle, high = (float(part[j]) for part in (found.centre_low, found.centre, found.centre_high))
+    low, middle, high = (float(part[j]) for part in (estimates.centre_low, estimates.centre, estimates.centre_high))
     lines.append(Line("all sites", low, middle, high, all=True))
     words = f"partial pooling, {100 * level:g} % interval"
-    zero = float(found.centre[j]) if own else 0.0
-    return forest_of(name, found.scale, lines, zero=zero, middle=words, other="own estimate", all="mean of all sites")
+    zero = float(estimates.centre[j]) if own else 0.0
+    return forest_of(
+        name, estimates.scale, lines, zero=zero, middle=words, other="own estimate", all="mean of all sites"
+    )
 
 
-def site_funnel(found: SiteEstimates, j: int) -> Chart | None:
-    """Return the funnel of a coefficient, None where no site has an estimate of its own."""
-    own, sd = found.own[:, j].numpy(), found.own_sd[:, j].numpy()
-    known = np.isfinite(own) & np.isfinite(sd) & (sd > 0)
+def site_funnel(estimates: SiteEstimates, j: int) -> Chart | None:
+    """Build the funnel of a coefficient, None if no site has an own estimate."""
+    effects, sd = estimates.own[:, j].numpy(), estimates.own_sd[:, j].numpy()
+    known = np.isfinite(effects) & np.isfinite(sd) & (sd > 0)
     if not known.any():
         return None
-    centre, spread = float(found.centre[j]), float(found.spread[j])
-    precision, effect = 1 / sd[known], own[known]
+    centre, spread = float(estimates.centre[j]), float(estimates.spread[j])
+    precision, effect = 1 / sd[known], effects[known]
     x = np.linspace(0.9 * precision.min(), 1.02 * precision.max(), 100)
     width = np.sqrt(1 / x**2 + spread**2)
     series = [
@@ -110,37 +112,37 @@ def site_funnel(found: SiteEstimates, j: int) -> Chart | None:
     series.append(Series("mean of all sites", np.full_like(x, centre), GREY, "dashed"))
     series.append(Series("site's own estimate", effect, 0, "none", x=precision))
     away = np.abs(effect - centre) / np.sqrt(1 / precision**2 + spread**2)
-    names = np.array(found.sites, dtype=object)[known]
+    names = np.array(estimates.sites, dtype=object)[known]
     worst = [i for i in np.argsort(-away, kind="stable") if away[i] > _LIMITS[0][0]][:_NAMED]
-    called = dict(zip(found.sites, shortened(found.sites, 26)))
+    called = dict(zip(estimates.sites, shortened(estimates.sites, 26)))
     labels = _apart([Label(float(precision[i]), float(effect[i]), called[str(names[i])]) for i in worst])
-    name = found.coefficients[j]
+    name = estimates.coefficients[j]
     label = "precision of the site's own estimate, 1 / se"
     made = chart(name, label, x, series, y_label=name, logarithmic=False)
     return None if made is None else made._replace(labels=labels)
 
 
 def _apart(labels: Sequence[Label]) -> list[Label]:
-    """Return the labels that do not lie over earlier ones."""
+    """Return the labels that do not overlap earlier ones."""
     reach = [max((getattr(one, side) for one in labels), default=0.0) for side in ("x", "y")]
     reach = [end - min((getattr(one, side) for one in labels), default=0.0) for end, side in zip(reach, ("x", "y"))]
-    kept: list[Label] = []
+    shown: list[Label] = []
     for one in labels:
-        if all(abs(one.x - k.x) > 0.5 * reach[0] or abs(one.y - k.y) > 0.06 * reach[1] for k in kept):
-            kept.append(one)
-    return kept
+        if all(abs(one.x - k.x) > 0.5 * reach[0] or abs(one.y - k.y) > 0.06 * reach[1] for k in shown):
+            shown.append(one)
+    return shown
 
 
 def _chosen(run: Run, coefficient: str | Sequence[str] | None, level: float) -> list[tuple[SiteEstimates, int]]:
-    """Return estimates and the numbers of the coefficients that are drawn."""
-    found = site_estimates(run, level)
+    """Return estimates and the indices of the drawn coefficients."""
+    estimates = site_estimates(run, level)
     if coefficient is None:
-        return [(found, j) for j in range(min(_PANELS, len(found.coefficients)))]
+        return [(estimates, j) for j in range(min(_PANELS, len(estimates.coefficients)))]
     names = [coefficient] if isinstance(coefficient, str) else list(coefficient)
     for name in names:
-        if name not in found.coefficients:
-            raise ValueError(f"Expected one of {list(found.coefficients)}, which differ by site, but got {name!r}")
-    return [(found, found.coefficients.index(name)) for name in names]
+        if name not in estimates.coefficients:
+            raise ValueError(f"Expected one of {list(estimates.coefficients)}, which differ by site, but got {name!r}")
+    return [(estimates, estimates.coefficients.index(name)) for name in names]
 
 
 def _forests(made: Sequence[Forest | None]) -> Figure:
@@ -155,7 +157,7 @@ def _forests(made: Sequence[Forest | None]) -> Figure:
 
 
 def _share_legend(figure: Figure) -> None:
-    """Name what all panels show once, below them."""
+    """Draw the common legend of all panels, below them."""
     parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
     columns = max(1, min(len(parts), int(figure.get_figwidth() / 2.6)))
     figure.legend(

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_BARS = 30  # clients or nodes that are drawn one by one, with their names
-MOST_COLOURS = 10  # labels that colours tell apart
+MOST_COLOURS = 10  # most labels with distinct colours
 _DOTTED = 15  # points of a line up to which each is marked
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of no window, in inches, which notebooks show as it is."""
+    """Return a figure without a window, sized in inches, which notebooks display."""
     return _shown_figure()(figsize=(width, height), layout="constrained")
 
 
 @functools.cache
 def _shown_figure() -> type[Figure]:
-    """Return the class of figures that notebooks show, also where nobody has imported pyplot."""
+    """Return the class of figures that notebooks display, even without pyplot."""
     from matplotlib.figure import Figure
 
     class ShownFigure(Figure):
-        """A figure that tells IPython its image."""
+        """A figure with an image for IPython."""
 
         def _repr_png_(self) -> bytes:
             buffer = io.BytesIO()
@@ -47,7 +47,7 @@ def _shown_figure() -> type[Figure]:
 
 @contextmanager
 def literal() -> Iterator[None]:
-    """Show a `$` in a name as it is, and not as mathematics, in figures that a function makes: a decorator."""
+    """Show a `$` in a name literally, not as mathematics, in figures of the decorated function."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):
@@ -85,7 +85,7 @@ def draw(axes: Axes, chart: Chart) -> None:
 
 
 def draw_forest(axes: Axes, forest: Forest, longest: int = LONGEST) -> None:
-    """Draw a forest, its first line on top, with so many characters of each name."""
+    """Draw a forest, its first line on top, with names of at most this many characters."""
     size = 8 if len(forest.lines) <= 60 else 6.5
     for whole, colour, label in ((False, "C0", forest.middle), (True, "C1", forest.all)):
         lines = [(-i, line) for i, line in enumerate(forest.lines) if line.all is whole]

@@ -1,16 +1,16 @@
-"""Operations that are worth a program: its formula, a torch reference, and a program by numba or in Triton.
+"""Operations with compiled programs: a formula, a torch reference, and a program by numba or in Triton each.
 
-A module here is an operation, and its function takes the program where there is one for the tensors' device and dtype
-(`fedtorch.programs.choice`). Those for the CPU are functions that numba compiles when they are first called; those in
-Triton are in `fedtorch.programs.triton`.
+A module here is an operation, and its function uses a program if there is one for the tensors' device and dtype
+(`fedtorch.programs.choice`). Those for the CPU are functions that numba compiles on their first call; those in Triton
+are in `fedtorch.programs.triton`.
 
-A program is written in the part of Python that numba knows, and a few loops in LLVM's instructions
-(`fedtorch.programs.lanes`). Its operation has a reference in torch beside it, which runs where numba cannot be
-imported, and where `FEDTORCH_PROGRAMS` is `off`. No rounding is fused away, no sum reordered and no function
-of a C library called, so that numbers depend on neither a processor's vector instructions nor its system.
+A program is written in the part of Python that numba supports, with a few loops in LLVM's instructions
+(`fedtorch.programs.lanes`). Its operation has a reference in torch, which runs if numba cannot be imported, and if
+`FEDTORCH_PROGRAMS` is `off`. No rounding is fused away, no sum reordered and no function of a C library called, so
+results depend on neither a processor's vector instructions nor its system.
 
-What is compiled is kept for the next process in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`:
-`fedtorch.programs.cache` says under which conditions. `python -m fedtorch.programs` compiles all of it ahead.
+Compiled programs are stored for later processes in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`,
+under the conditions of `fedtorch.programs.cache`. `python -m fedtorch.programs` compiles all of them ahead.
 
 >>> import numpy
 >>> from fedtorch.programs import program

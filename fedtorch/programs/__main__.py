@@ -1,4 +1,4 @@
-"""Compile all programs, so that nobody waits for them later: `python -m fedtorch.programs`."""
+"""Compile all programs in advance: `python -m fedtorch.programs`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def every() -> Iterator[Program]:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    logging.getLogger("fedtorch.programs.engine").setLevel(logging.ERROR)  # it says to do what is being done
+    logging.getLogger("fedtorch.programs.engine").setLevel(logging.ERROR)  # its advice is to do what is being done
     for each in dict.fromkeys(every()):
         each.compile()
         logging.info("%s is there", each.name)

@@ -1,13 +1,13 @@
-"""Keep compiled programs for the next process, in files that are executed when they are read.
+"""Cache of compiled programs for later processes, in files that are executed when they are read.
 
-A file is read only if it belongs to this user and nobody else can write to it, and if its SHA-256 is that of its data.
-Its name is a digest of the program's code and of all that it names, of the types of its arguments, of the versions of
-numba and Python, of how this package compiles, and of the processor. The folder is used only if each one from the root
-to it belongs to this user or to root, and nobody else can write to it; in one that has the sticky bit, as `/tmp`,
-others cannot exchange what is this user's. In any other case, and after any error, programs are compiled in memory.
+A file is read only if it belongs to this user and nobody else can write to it, and if its SHA-256 matches its data. Its
+name is a digest of the program's code and all names in it, of the types of its arguments, of the versions of numba and
+Python, of this package's compilation, and of the processor. The folder is used only if each one from the root to it
+belongs to this user or to root, and nobody else can write to it; in a folder with the sticky bit, as `/tmp`, others
+cannot replace this user's files. In any other case, and after any error, programs are compiled in memory.
 
-numba's own cache keeps pickles in folders that others may write to, and reads them without a check. The data here is
-such a pickle too: what this module reads has been written by this user.
+numba's own cache stores pickles in folders that others may write to, and reads them without a check. The data here is
+such a pickle too, but this module reads only files written by this user.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _DIGEST = 32  # bytes before the data
 
 
 class Cache:
-    """What numba asks of the cache of a function.
+    """numba's interface of a function's cache.
 
     Args:
         name: of the program.
-        text: what decides what is compiled, besides the types of arguments, numba, Python and the processor.
+        text: everything that determines the compiled code, besides the types of arguments, numba, Python and the
+            processor.
         missed: called before a signature is compiled that is not there.
     """
 
@@ -43,7 +44,7 @@ class Cache:
         self._name, self._text, self._missed = name, text, missed
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return what is compiled for a signature, None if it is not there, or is not fit to be read."""
+        """Return the compiled code for a signature, None if it is missing, or fails a check."""
         from numba.core.compiler import CompileResult
 
         target.refresh()
@@ -51,13 +52,13 @@ class Cache:
             data = read(self._file(signature, target.codegen()))
             if data is not None:
                 return CompileResult._rebuild(target, *pickle.loads(data))
-        except Exception as error:  # whatever is wrong with a file, the program is compiled
+        except Exception as error:  # for any fault in a file, the program is compiled
             _LOG.warning("the program %s is compiled, for it could not be read: %s", self._name, error)
         self._missed()
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:
-        """Keep what is compiled; that it cannot be kept is said once."""
+        """Store the compiled code; log once if that is impossible."""
         from numba.core import serialize
 
         try:
@@ -79,12 +80,12 @@ class Cache:
 
 
 def folder() -> Path:
-    """Return the folder of compiled programs, which is made if it is not there.
+    """Return the folder of compiled programs, which is made if necessary.
 
     Raises:
         PermissionError: it or one above it belongs to somebody else, or others can write to it.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is ignored, as the XDG specification asks
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is ignored, by the XDG specification
     place = (base if base.is_absolute() else Path.home() / ".cache") / "fedtorch" / "programs"
     files.private_folder(place, log=False)
     for each in (place.resolve(), *place.resolve().parents):
@@ -104,14 +105,14 @@ def read(file: Path) -> bytes | None:
 
     Raises:
         PermissionError: it belongs to somebody else, or others can write to it.
-        ValueError: its digest is not that of its data.
+        ValueError: its digest does not match its data.
     """
     try:
         place = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:
         return None
     with open(place, "rb") as opened:
-        status = os.fstat(place)  # of what is read, whatever the name has become meanwhile
+        status = os.fstat(place)  # of the opened file, even if the name has been replaced meanwhile
         if status.st_uid != _user() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"Expected {file} to be this user's alone, but others can write to it")
         digest, data = opened.read(_DIGEST), opened.read()
@@ -121,10 +122,10 @@ def read(file: Path) -> bytes | None:
 
 
 def write(file: Path, data: bytes) -> None:
-    """Write data below its digest, under another name until all is written.
+    """Write data after its digest, under a temporary name until complete.
 
     Raises:
-        OSError: there is no room, for example.
+        OSError: there is no space, for example.
     """
     part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
     try:
@@ -138,7 +139,7 @@ def write(file: Path, data: bytes) -> None:
 
 @functools.cache
 def _how() -> str:
-    """Return the digest of how programs are compiled and kept."""
+    """Return the digest of the compilation settings and the cache format."""
     texts = [Path(__file__).with_name(name).read_bytes() for name in ("engine.py", "cache.py")]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Choose the form of an operation: its Triton program on a CUDA device, its torch reference everywhere else.
+"""Choice of an operation's implementation: its Triton program on a CUDA device, its torch reference elsewhere.
 
 The environment variable `FEDTORCH_PROGRAMS` is read at every call:
 
@@ -7,10 +7,10 @@ The environment variable `FEDTORCH_PROGRAMS` is read at every call:
 - `off`: references run always;
 - `interpret`: programs run on CPU tensors too, in Triton's interpreter, which shows that they are right and is slow.
 
-A tensor that is being differentiated, mapped over or traced goes to the reference, unless the operation has its own
+A tensor that is differentiated, mapped over or traced is passed to the reference, unless the operation has its own
 derivative.
 
-An operation asks for its program, and does without:
+An operation asks for its program, and falls back to its reference:
 
 >>> import torch
 >>> from fedtorch.programs import choice
@@ -45,7 +45,7 @@ def _mode() -> str:
     """Return the value of `FEDTORCH_PROGRAMS`.
 
     Raises:
-        ValueError: something else than `MODES`.
+        ValueError: not one of `MODES`.
     """
     mode = os.environ.get(VARIABLE, "on")
     if mode not in MODES:
@@ -54,12 +54,12 @@ def _mode() -> str:
 
 
 def enabled() -> bool:
-    """Return whether `FEDTORCH_PROGRAMS` lets compiled programs run; the interpreter's mode is of Triton's alone."""
+    """Return whether `FEDTORCH_PROGRAMS` allows compiled programs; the interpreter's mode is Triton's alone."""
     return _mode() == "on"
 
 
 def possible(device: torch.device) -> bool:
-    """Return whether programs may run on a device at all; where they may not, nothing else need be checked.
+    """Return whether programs may run on a device at all; if not, nothing else need be checked.
 
     >>> import torch
     >>> possible(torch.device("cuda")), possible(torch.device("cpu"))
@@ -81,10 +81,10 @@ def triton_programs(
 
     Args:
         operation: name of the module of programs.
-        tensors: that the operation reads, of which the first has the dtype that matters.
-        dtypes: that the program knows.
+        tensors: inputs of the operation, the first with the relevant dtype.
+        dtypes: those supported by the program.
         fits: whether the sizes are within its limits.
-        differentiable: whether the operation has a derivative of its own.
+        differentiable: whether the operation has its own derivative.
 
     Raises:
         ValueError: the tensors are on different devices.
@@ -117,7 +117,7 @@ def traced(tensors: Sequence[Tensor]) -> bool:
 
 
 def plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all are tensors on the CPU of which nobody asks for a derivative and nobody sees the operations.
+    """Return whether all are plain CPU tensors, without gradients, function transforms or modes.
 
     >>> plain([torch.ones(2)]), plain([torch.ones(2, requires_grad=True)]), plain([torch.nn.Parameter(torch.ones(2))])
     (True, False, False)

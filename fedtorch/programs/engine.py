@@ -1,4 +1,4 @@
-"""Compile functions by numba, which is imported when the first of them is called."""
+"""Compilation of functions by numba, which is imported on the first call of one."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch import Tensor
 from fedtorch.programs import choice
 
 _LOG = logging.getLogger(__name__)
-_PATIENCE = 1.0  # seconds until it is said what is waited for
-# No lock of the interpreter while a program runs; divisions as NumPy's. Neither fusing nor reordering of operations.
+_PATIENCE = 1.0  # seconds before a message about the wait
+# Programs release the interpreter's lock, and divide as NumPy does. No operations are fused or reordered.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
 
 class Program:
-    """A function in the part of Python that numba knows, compiled when it is first called.
+    """A function in the part of Python that numba supports, compiled on its first call.
 
     Args:
         function: it may call other programs by name, of its module or of the function that it is defined in.
-        signatures: in numba's words, of the calls that it knows. Without any it is a part of programs that call it.
+        signatures: in numba's notation, of its supported calls. Without any it is a part of programs that call it.
         inline: whether its text is put into that of its callers, as for a formula in a loop.
     """
 
@@ -47,11 +47,11 @@ class Program:
         return self.compile()(*arguments)
 
     def usable(self, tensors: Sequence[Tensor] = (), dtype: torch.dtype | None = None) -> bool:
-        """Return whether it can run here, on such tensors.
+        """Return whether it can run here, on these tensors.
 
         Args:
             tensors: plain ones, see `choice.plain`.
-            dtype: that all of them have to have; None for any.
+            dtype: required of all of them; None for any.
         """
         known = dtype is None or all(tensor.dtype == dtype for tensor in tensors)
         return known and choice.enabled() and choice.plain(tensors) and _importable()
@@ -78,22 +78,22 @@ class Program:
         return made
 
     def text(self) -> str:
-        """Return what decides what is compiled: the code, and whatever it names."""
+        """Return everything that determines the compiled code: the source, and all names in it."""
         code, values = self._function.__code__, self._values()
         named = [(name, value.text() if isinstance(value, Program) else repr(value)) for name, value in values.items()]
         return repr((code.co_code, code.co_consts, code.co_names, self._inline, _OPTIONS, sorted(named)))
 
     def _values(self) -> dict[str, Any]:
-        """Return what the function names, of its module and of the function that it is defined in."""
+        """Return the values that the function names, of its module and of the function that it is defined in."""
         code, cells = self._function.__code__, self._function.__closure__ or ()
         of_module = {name: value for name, value in self._function.__globals__.items() if name in code.co_names}
         return {**of_module, **{name: cell.cell_contents for name, cell in zip(code.co_freevars, cells)}}
 
     def _resolved(self) -> types.FunctionType:
-        """Return the function with the programs that it names as numba's functions.
+        """Return the function with programs in it replaced by numba's functions.
 
-        Its name has a digest of its text: what is compiled is linked by name, and functions that other processes have
-        compiled and kept would take each other's place if they were called the same.
+        Its name has a digest of its text: compiled code is linked by name, and functions from other processes' caches
+        with the same name would replace each other.
         """
         function = self._function
         named = self._values().items()
@@ -118,19 +118,19 @@ def program(*signatures: str, inline: bool = False) -> Callable[[Any], Program]:
 
 
 def arrays(*tensors: Tensor) -> list[Any]:
-    """Return what a program is called with: the memory of tensors on the CPU as arrays, contiguous, copied if need be.
+    """Return a program's arguments: the memory of CPU tensors as contiguous arrays, copied if necessary.
 
     >>> import torch
     >>> arrays(torch.arange(2))
     [array([0, 1])]
     """
-    # To detach each would take a third of the time of a call for few numbers.
+    # Detaching each tensor would take a third of the time of a call for few numbers.
     return [(each.detach() if each.requires_grad else each).contiguous().numpy() for each in tensors]
 
 
 @functools.cache
 def _importable() -> bool:
-    """Return whether numba can be imported; that it cannot is said once."""
+    """Return whether numba can be imported; log once if not."""
     try:
         importlib.import_module("numba")
     except Exception as error:  # numba refuses releases of NumPy and Python with errors of several classes
@@ -141,7 +141,7 @@ def _importable() -> bool:
 
 @contextmanager
 def _said(name: str) -> Iterator[None]:
-    """Log what is compiled inside, if it takes longer than a moment."""
+    """Log the compilation inside, if it takes longer than a moment."""
     began = time.monotonic()
     word = threading.Timer(
         _PATIENCE,

@@ -1,7 +1,7 @@
 """Exact sums in limbs on the CPU: the numbers of `fedtorch.exact`, to the bit.
 
-Sums are read as whole numbers of 2⁻¹⁶⁰ in digits of 32 bits, so that a product of two and what is carried fit into a
-word of 64. Sums below 2³⁸⁴ in magnitude have products of three below 2¹¹⁵².
+Sums are whole multiples of 2⁻¹⁶⁰ in digits of 32 bits, so that a product of two digits plus a carry fits into a word of
+64. Sums below 2³⁸⁴ in magnitude have products of three below 2¹¹⁵².
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPLIT = 2.0**27 + 1
 
 @program("void(float64[::1], boolean, float64[:, ::1])")
 def write_limbs(values, add, out):
-    """Write the limbs of values `(n,)` to `out`, `(n, LIMBS)`, or add them to those that it has."""
+    """Write the limbs of values `(n,)` to `out`, `(n, LIMBS)`, or add them to it."""
     if not add:
         out[:] = 0.0
     for i in range(len(values)):
@@ -104,9 +104,9 @@ def magnitude(number, out):
     turned, carry = (_MASK, uint64(1)) if negative(number) else (uint64(0), uint64(0))
     count = 0
     for i in range(len(number)):
-        found = (number[i] ^ turned) + carry
-        out[i] = found & _MASK
-        carry = found >> _BITS
+        digit = (number[i] ^ turned) + carry
+        out[i] = digit & _MASK
+        carry = digit >> _BITS
         if out[i] != 0:
             count = i + 1
     return count
@@ -117,29 +117,29 @@ def subtract(a, b, out):
     """Write a − b, of as many digits each; it may be written over either."""
     borrow = uint64(0)
     for i in range(len(out)):
-        found = a[i] - b[i] - borrow
-        out[i] = found & _MASK
-        borrow = (found >> _BITS) & uint64(1)
+        digit = a[i] - b[i] - borrow
+        out[i] = digit & _MASK
+        borrow = (digit >> _BITS) & uint64(1)
 
 
 @program()
 def multiply(a, b, out, one, other):
-    """Write a · b; `one` and `other` are room."""
+    """Write a · b; `one` and `other` are scratch memory."""
     count, beyond = magnitude(a, one), magnitude(b, other)
     out[:] = 0
     for i in range(count):
         carry = uint64(0)
         for j in range(beyond):
-            found = one[i] * other[j] + out[i + j] + carry
-            out[i + j] = found & _MASK
-            carry = found >> _BITS
+            digit = one[i] * other[j] + out[i + j] + carry
+            out[i + j] = digit & _MASK
+            carry = digit >> _BITS
         out[i + beyond] = carry
     if negative(a) != negative(b):
         carry = uint64(1)
         for i in range(len(out)):
-            found = (out[i] ^ _MASK) + carry
-            out[i] = found & _MASK
-            carry = found >> _BITS
+            digit = (out[i] ^ _MASK) + carry
+            out[i] = digit & _MASK
+            carry = digit >> _BITS
 
 
 @program()
@@ -174,10 +174,10 @@ def nearest(number, scale, room):
         top = top << uint64(1) | below >> uint64(31)
         below = (below << uint64(1)) & _MASK
         empty += 1
-    if more or below != 0:  # the last of the 64 bits says whether there are more
+    if more or below != 0:  # the last of the 64 bits is set if there are more
         top |= uint64(1)
-    found = math.ldexp(float64(top), 32 * (count - 2) - empty - scale)
-    return -found if negative(number) else found
+    absolute = math.ldexp(float64(top), 32 * (count - 2) - empty - scale)
+    return -absolute if negative(number) else absolute
 
 
 @program("boolean(float64[:, ::1], float64[::1])")
@@ -203,19 +203,19 @@ def write_about(zeroth, first, second, centre, out):
             return False
         multiply(c, w, cw, one, other)
         shift(wx, _SCALE, gap)
-        subtract(gap, cw, gap)  # of 2⁻³²⁰
+        subtract(gap, cw, gap)  # in units of 2⁻³²⁰
         out[0, i], out[1, i] = nearest(w, _SCALE, one), nearest(gap, 2 * _SCALE, one)
         shift(wx, _SCALE + 1, rest)
         subtract(rest, cw, rest)
         multiply(c, rest, gap, one, other)
         shift(wxx, 2 * _SCALE, rest)
-        subtract(rest, gap, rest)  # of 2⁻⁴⁸⁰
+        subtract(rest, gap, rest)  # in units of 2⁻⁴⁸⁰
         out[2, i] = nearest(rest, 3 * _SCALE, one)
     return True
 
 
 def usable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return write_limbs.usable(tensors, torch.float64)
 
 

@@ -1,9 +1,9 @@
 """Draws of the global variables of a Gibbs sampler on the CPU, one chain after another; see `fedtorch.models.gibbs`.
 
-Their references, in torch, are where the formulas are: `_interweaving.linear` and `move`, `_levels.move`,
-`_scales.draw` and `global_priors.spike_and_slab`, all in float64. There are few chains and few coefficients: what is
-saved are the calls of some hundred operations of torch for a few numbers each. Random numbers are those that
-`fedtorch.random` draws with the same keys.
+Their references, in torch, are with the formulas: `_interweaving.linear` and `move`, `_levels.move`, `_scales.draw` and
+`global_priors.spike_and_slab`, all in float64. There are few chains and few coefficients: the gain is to save the calls
+of some hundred torch operations for a few numbers each. Random numbers are those of `fedtorch.random` with the same
+keys.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def write_spikes_and_slabs(
     variance,
     inclusion,
 ):
-    """Write θ, γ, η and ρ after a step; one η of all coefficients where it is shared."""
+    """Write θ, γ, η and ρ after a step, with one η of all coefficients if it is shared."""
     chains, p = estimate_of.shape
     for c in range(chains):
         key = keys[c]
@@ -245,10 +245,10 @@ def write_levels(
 
 # Points of a lattice are runs of one array: x, cosh y, the variance, log densities and sums of components, and heights.
 @program()
-def _lattice(room, own, spacing, place, middle, width, bound):
-    """Write points, cosh, variances, and nothing yet of the components."""
+def _lattice(room, centre, spacing, place, middle, width, bound):
+    """Write points, cosh and variances, and initialise the components."""
     for i in range(POINTS):
-        up = exponential(own + spacing * (i - place))
+        up = exponential(centre + spacing * (i - place))
         down = 1.0 / up
         x = middle + width * ((up - down) / 2.0)
         room[i] = x
@@ -304,8 +304,8 @@ def write_scales(finest, bound, clients, weight, estimate, scatter_of, precision
             spacing = finest * (1.0 + _uniform(key, j))
             place = math.floor(POINTS * _uniform(key, p + j))
             at = (-_log(precision_in[c, j]) - middle) / width
-            own = math.copysign(_log(abs(at) + math.sqrt(at * at + 1.0)), at)
-            _lattice(room, own, spacing, place, middle, width, bound)
+            position = math.copysign(_log(abs(at) + math.sqrt(at * at + 1.0)), at)
+            _lattice(room, position, spacing, place, middle, width, bound)
             for k in range(len(priors)):
                 prior, share = priors[k, c, j], shares[k, c, j]
                 log_weight = 0.0 if len(priors) == 1 else _log(share) + _log(prior) / 2.0
@@ -322,7 +322,7 @@ def write_scales(finest, bound, clients, weight, estimate, scatter_of, precision
 
 
 def likelihoods(gram: Tensor, estimate: Tensor, place: Tensor, noise: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return score and packed information of `_interweaving.linear`, None where the program does not know the tensors.
+    """Return score and packed information of `_interweaving.linear`, None for unsupported tensors.
 
     Args:
         gram: X'X, `(K, p, p)`.
@@ -340,7 +340,7 @@ def likelihoods(gram: Tensor, estimate: Tensor, place: Tensor, noise: Tensor) ->
 
 
 def move(numbers: Sequence[Tensor]) -> Tensor | None:
-    """Return θ `(C, p)` of `_interweaving.move`, None where the program does not know the tensors.
+    """Return θ `(C, p)` of `_interweaving.move`, None for unsupported tensors.
 
     Args:
         numbers: score, packed information, θ, centre, prior precisions and standard normal numbers, a row a chain.
@@ -380,7 +380,7 @@ def levels(
     Args:
         numbers: clients `(C,)`, energy, rate, auxiliary and 1/τ² `(C, p)`, factors `(C, 2, p)`.
         keys: `(C,)`.
-        turns: how many rounds of draws.
+        turns: rounds of draws.
         limits: the largest factor, and of |log τ²|.
     """
     if not _usable(numbers, keys):
@@ -401,13 +401,13 @@ def scales(numbers: Sequence[Tensor], keys: Tensor, limits: tuple[float, float])
     """
     if not _usable(numbers, keys):
         return None
-    *heard, share, prior = numbers
-    out = torch.empty_like(heard[4], memory_format=torch.contiguous_format)
+    *statistics, share, prior = numbers
+    out = torch.empty_like(statistics[4], memory_format=torch.contiguous_format)
     wide = [tensor.expand(len(prior), *out.shape) for tensor in (share, prior)]
-    write_scales(*limits, *arrays(*heard, *wide, keys, out))
+    write_scales(*limits, *arrays(*statistics, *wide, keys, out))
     return out
 
 
 def _usable(numbers: Sequence[Tensor], *keys: Tensor) -> bool:
-    """Return whether the programs know these tensors."""
+    """Return whether the programs support these tensors."""
     return write_moves.usable(numbers, torch.float64) and write_moves.usable(keys)

@@ -1,7 +1,7 @@
-"""Sweeps of `fedtorch.models.gibbs.gibbs_sweeps` on the CPU, where the formulas are.
+"""Sweeps of `fedtorch.models.gibbs.gibbs_sweeps` on the CPU; the formulas are there.
 
 A lane is a problem, one chain of one client, and all sweeps of a tile of lanes are done before the next tile. A tile is
-computed whole, so that a problem's bits do not depend on what is beside it.
+always computed in full, so that a problem's bits do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fedtorch.programs.threads import ENOUGH, in_threads
 _BOTH = 2 * LANES  # numbers of two blocks are drawn at a time
 
 
-# Arrays are flat, one group of lanes after another. A matrix has the vector b beside it, in rows of p + 1 groups, and
-# its upper triangle is used. A lane has four keys, for normal, gamma, and twice for exponential numbers.
+# Arrays are flat, one group of lanes after another. A matrix is stored with the vector b in rows of p + 1 groups, and
+# only its upper triangle is used. A lane has four keys, for normal, gamma, and two for exponential numbers.
 @program()
 def _keys(keys, lane, key):
     """Set the four keys of a lane, for both blocks."""
@@ -80,7 +80,7 @@ def _exponentials(words, numbers):
 
 @program()
 def _draw(words, numbers, keys, stream, first, blocks, out):
-    """Write the numbers of blocks from `first` on, two groups each; of an odd number of blocks those of one more."""
+    """Write the numbers of blocks from `first` on, two groups each; an odd number of blocks is rounded up."""
     for block in range(0, blocks, 2):
         _words(words, keys, stream, first + block)
         if stream == 0:
@@ -97,7 +97,7 @@ def _draw(words, numbers, keys, stream, first, blocks, out):
 
 @program()
 def _proposed(words, gammas):
-    """Replace shape parameters by the first proposals of gamma numbers, those that are not taken by -1."""
+    """Replace shape parameters by the first proposals of gamma numbers, rejected ones by -1."""
     for i in range(_BOTH):
         a = gammas[i]
         d = a - 1.0 / 3.0
@@ -126,12 +126,12 @@ def _gammas(words, gammas, keys, stream, degrees, sweep):
 def _eliminated(p, matrix, prior, z, hand, inverse, delta):
     """Write a draw from N(A⁻¹ b, A⁻¹): U x = c + √u z.
 
-    No pivot is less than the prior's part of it; one that is, by rounding where columns depend on each other, is that,
-    nothing beside it.
+    A pivot is at least the prior's part of it; if rounding makes it smaller, as for dependent columns, it is set to
+    that part, and the rest of its row to zero.
     """
     width = p + 1
     for j in range(p):
-        row, own, other = matrix[(j * width + j) * LANES :], matrix[(j * width + p) * LANES :], z[j * LANES :]
+        row, pivot_row, other = matrix[(j * width + j) * LANES :], matrix[(j * width + p) * LANES :], z[j * LANES :]
         least, over, out = prior[j * LANES :], inverse[j * LANES :], delta[j * LANES :]
         short = 0
         for lane in range(LANES):
@@ -145,7 +145,7 @@ def _eliminated(p, matrix, prior, z, hand, inverse, delta):
         for lane in range(LANES):
             over[lane] = 1.0 / row[lane]
         for lane in range(LANES):
-            out[lane] = own[lane] + math.sqrt(row[lane]) * other[lane]
+            out[lane] = pivot_row[lane] + math.sqrt(row[lane]) * other[lane]
         for i in range(j + 1, p):
             multiply(hand, 0, inverse, j, matrix, j * width + i, 1)
             subtract_multiples(matrix, i * width + i, hand, 0, matrix, j * width + i, width - i)
@@ -156,15 +156,15 @@ def _eliminated(p, matrix, prior, z, hand, inverse, delta):
 
 @program()
 def _squares(p, gram, gone, hand, squares):
-    """Add d'G d to the squares, d having gone from the estimate."""
+    """Add d'G d to the squares, with d measured from the estimate."""
     for i in range(p):
         at = i * (p + 1) + i
         for lane in range(LANES):
             hand[lane] = 0.0
         subtract_products(hand, 0, gram, at + 1, gone, i + 1, p - 1 - i)
-        pivot, own = gram[at * LANES :], gone[i * LANES :]
+        pivot, difference = gram[at * LANES :], gone[i * LANES :]
         for lane in range(LANES):
-            squares[lane] += own[lane] * (own[lane] * pivot[lane] - 2.0 * hand[lane])
+            squares[lane] += difference[lane] * (difference[lane] * pivot[lane] - 2.0 * hand[lane])
 
 
 @program()
@@ -247,7 +247,7 @@ def sweep_tiles(
     vectors, few, drawn = numpy.empty(8 * run), numpy.empty(12 * LANES), numpy.empty(4 * (2 * run + _BOTH))
     words, keys = numpy.empty(6 * _BOTH, uint32), numpy.empty(8 * _BOTH, uint32)
     for first in range(begin, end, LANES):
-        for lane in range(LANES):  # those that do not count repeat the last one
+        for lane in range(LANES):  # unused lanes repeat the last problem
             at = min(first + lane, end - 1)
             k, c = at // chains, at % chains
             few[lane] = noise[k, c]
@@ -284,7 +284,7 @@ def sweep(read: Sequence[Tensor], written: Sequence[Tensor], sweeps: int) -> Non
     """Do all sweeps of all chains, in as many threads as torch has.
 
     Args:
-        read: the statistics of rows, what the chains hear, w, u and s before, and keys, all float64 but these.
+        read: the rows' statistics, the chains' inbox, w, u and s before, and keys, all float64 except these.
         written: δ, w, u and s after, contiguous.
         sweeps: of each.
     """

@@ -4,20 +4,20 @@ With the mean gradient g of a batch, and with λ and h as in `glm_steps`, the sl
 
 .. math:: s = g(\theta_k) + \lambda_k \theta_k - h_k,
 
-and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` do with s as the gradient; of
-plain SGD the part of λ and h first, which is the same.
+and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` with s as the gradient; plain SGD
+first takes the step of λ and h, which gives the same result.
 
-The program takes all steps of a client while its rows are in the cache. Without it a loop over steps has a few
+The program takes all steps of a client while its rows are in the cache. The reference is a loop over steps with a few
 products each. Bound: one read of the data, or 4 N d T operations a client.
 
-Rows are taken 64 at a time, a tile, and brought into columns, a run of 64 numbers for each feature, so that linear
-predictors are sums over features with a row in each lane. Where a client takes all of its rows in every step, and they
-are not very many, that is done once. Gradients of few features are sums over the same columns, of 16 lanes, which are
-added at the end of a step in one order; those of many features are sums of rows as they lie in memory. Losses and
-their derivatives are computed in float64.
+Rows are processed 64 at a time, a tile, transposed into columns, a run of 64 numbers for each feature, so that linear
+predictors are sums over features with a row in each lane. If a client uses all of its rows in every step, and they are
+not very many, that is done once. Gradients of few features are sums over the same columns, of 16 lanes, which are added
+at the end of a step in one order; those of many features are sums of rows as stored. Losses and their derivatives are
+computed in float64.
 
 Arrays are flat, one run after another, and are passed whole with the number of a tile: views of them, and branches
-between them, would have numba count who refers to them in every step.
+between them, would make numba count references in every step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from fedtorch.programs.philox import exponential, logarithm
 from fedtorch.programs.threads import in_threads
 
 _GAUSSIAN, _BERNOULLI, _CATEGORICAL = 0, 1, 3
-_HELD = 2**20  # numbers of a client's rows that are held in columns
+_HELD = 2**20  # most numbers of a client's rows stored as columns
 _NARROW, _SUMS = 32, 2**10  # most features, and numbers of a gradient, that are summed in lanes
-_PRODUCTS = 2**15  # rows, of 64 of which a factor between 1 and 2 comes: their product is a number
+_PRODUCTS = 2**15  # rows, 64 of which have a factor between 1 and 2 each: their product is finite
 _LANES, _ROWS = 16, 64
 _LOST, _LOGS, _WHOLE, _MOST = 0, 64, 128, 192  # runs of float64
 _PLACES = 2**62 - 1  # more than any place
@@ -48,19 +48,19 @@ _PLACES = 2**62 - 1  # more than any place
 
 @program(inline=True)
 def place(number):
-    """Return a number that is not negative as one of which the compiler knows it: it counts none from the end."""
+    """Return a nonnegative number as unsigned, so that the compiler does not wrap indices from the end."""
     return number & _PLACES
 
 
 @program()
 def _begun(parameters, first, classes, features, each, weights, width, gradient, sums):
-    """Write a client's parameters as weights, and zeros to what is summed."""
+    """Write a client's parameters as weights, and zeros to the accumulators."""
     for c in range(classes):
-        theta, own = place(first + c * each), place(c * (width + 1))
+        theta, offset = place(first + c * each), place(c * (width + 1))
         for j in range(features):
-            weights[own + j] = parameters[theta + j]
+            weights[offset + j] = parameters[theta + j]
         if each > features:
-            weights[own + width] = parameters[theta + features]
+            weights[offset + width] = parameters[theta + features]
     for i in range(len(gradient)):
         gradient[i] = 0.0
     for i in range(len(sums)):
@@ -69,9 +69,9 @@ def _begun(parameters, first, classes, features, each, weights, width, gradient,
 
 @program()
 def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, wholes, tile, width, features):
-    """Fill a tile with rows of a client, which begin at row `first` of all; return how many are not left out."""
+    """Fill a tile with rows of a client, from row `first` of all; return how many are not left out."""
     to, of_rows, of_labels = place(tile * width * _ROWS), place(2 * tile * _ROWS), place((2 * tile + 1) * _ROWS)
-    places = place(len(wholes) - features)  # of the columns, read, for else the compiler scatters
+    places = place(len(wholes) - features)  # read from memory, because the compiler would scatter otherwise
     count = 0
     for i in range(begin, end):
         row = first + (chosen[step, k, i] if chosen.shape[2] > 0 else i)
@@ -90,11 +90,11 @@ def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, w
         f = place(wholes[of_rows + i + min(2, last)] * features)
         g = place(wholes[of_rows + i + min(3, last)] * features)
         for j in range(features):
-            own = place(to + wholes[places + j] + i)
-            columns[own] = x[a + j]
-            columns[own + 1] = x[b + j]
-            columns[own + 2] = x[f + j]
-            columns[own + 3] = x[g + j]
+            slot = place(to + wholes[places + j] + i)
+            columns[slot] = x[a + j]
+            columns[slot + 1] = x[b + j]
+            columns[slot + 2] = x[f + j]
+            columns[slot + 3] = x[g + j]
     for j in range(features):
         for i in range(place(count), full):
             columns[place(to + j * _ROWS) + i] = 0.0
@@ -105,12 +105,12 @@ def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, w
 def _predict(weights, width, classes, columns, tile, lanes, eta):
     """Write linear predictors of a tile, a run for each class; the constant comes after the `width` weights."""
     for c in range(classes):
-        own, out = place(c * (width + 1)), place(c * _ROWS)
-        constant = weights[own + width]
+        offset, out = place(c * (width + 1)), place(c * _ROWS)
+        constant = weights[offset + width]
         for i in range(lanes):
             eta[out + i] = constant
         for j in range(0, width, 4):
-            a, b, f, g = weights[own + j], weights[own + j + 1], weights[own + j + 2], weights[own + j + 3]
+            a, b, f, g = weights[offset + j], weights[offset + j + 1], weights[offset + j + 2], weights[offset + j + 3]
             x = place((tile * width + j) * _ROWS)
             for i in range(lanes):
                 eta[out + i] += (a * columns[x + i] + b * columns[x + _ROWS + i]) + (
@@ -150,26 +150,26 @@ def _misfits_of_classes(classes, lanes, count, eta, wholes, tile, sums):
         sums[_MOST + i] = eta[i]
         sums[_WHOLE + i] = 0.0
     for c in range(1, classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            x = float64(eta[own + i])
+            x = float64(eta[offset + i])
             sums[_MOST + i] = x if x > sums[_MOST + i] else sums[_MOST + i]
     for i in range(count):
         sums[_LOST + i] += sums[_MOST + i] - float64(eta[place(wholes[labels + i] * _ROWS) + i])
     for c in range(classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            e = exponential(float64(eta[own + i]) - sums[_MOST + i])
+            e = exponential(float64(eta[offset + i]) - sums[_MOST + i])
             sums[_WHOLE + i] += e
-            eta[own + i] = e
+            eta[offset + i] = e
     for i in range(count):
         whole = sums[_WHOLE + i]
-        sums[_LOST + i] += logarithm(whole) + (whole - whole)  # of NaN the logarithm's formula gives a number
+        sums[_LOST + i] += logarithm(whole) + (whole - whole)  # for NaN the logarithm's formula gives a number
         sums[_WHOLE + i] = 1.0 / whole
     for c in range(classes):
-        own = place(c * _ROWS)
+        offset = place(c * _ROWS)
         for i in range(lanes):
-            eta[own + i] *= sums[_WHOLE + i]
+            eta[offset + i] *= sums[_WHOLE + i]
     for i in range(count):
         eta[place(wholes[labels + i] * _ROWS) + i] -= 1.0
 
@@ -234,17 +234,19 @@ def _gathered(sums, width, classes, features, parameters, gradient):
     """Write the gradient, of sums of lanes."""
     for c in range(classes):
         for j in range(parameters):
-            own = place((c * (width + 1) + (j if j < features else width)) * _LANES)
+            offset = place((c * (width + 1) + (j if j < features else width)) * _LANES)
             for i in range(8):
-                sums[own + i] += sums[own + 8 + i]
+                sums[offset + i] += sums[offset + 8 + i]
             for i in range(4):
-                sums[own + i] += sums[own + 4 + i]
-            gradient[place(c * parameters + j)] = (sums[own] + sums[own + 2]) + (sums[own + 1] + sums[own + 3])
+                sums[offset + i] += sums[offset + 4 + i]
+            gradient[place(c * parameters + j)] = (sums[offset] + sums[offset + 2]) + (
+                sums[offset + 1] + sums[offset + 3]
+            )
 
 
 @program()
 def _multiplied(sums, used):
-    """Add the logarithms of what has been multiplied."""
+    """Add the logarithms of the accumulated products."""
     for i in range(used):
         sums[_LOST + i] += logarithm(sums[_LOGS + i])
         sums[_LOGS + i] = 1.0
@@ -252,7 +254,7 @@ def _multiplied(sums, used):
 
 @program()
 def _told(family, sums, losses, used, seen):
-    """Add the mean loss of a step to the losses, and begin anew."""
+    """Add the mean loss of a step to the losses, and reset the accumulator."""
     if family == _BERNOULLI:
         _multiplied(sums, used)
     share = 1.0 / float64(seen)  # 0 / 0 where all rows are left out, as in torch
@@ -261,10 +263,10 @@ def _told(family, sums, losses, used, seen):
         sums[_LOST + i] = 0.0
 
 
-# Steps are functions of their own, for a branch among arrays makes numba count who refers to them, in every step.
+# Steps are separate functions, because a branch among arrays makes numba count references in every step.
 @program()
 def _scale(slope, seen):
-    """Make a mean of a sum over so many rows."""
+    """Divide a sum by the number of rows."""
     each = slope.dtype.type(1.0 / float64(max(seen, 1)))
     for j in range(len(slope)):
         slope[j] *= each
@@ -300,10 +302,10 @@ def _descend_with_momentum(theta, slope, k, lr, numbers, moments, t):
     """Take step number t of `optimiser_rules.Momentum`."""
     at, real = place(k * len(slope)), theta.dtype.type
     size, beta, fresh = real(lr), real(numbers[0]), real(1.0 - numbers[1] if t > 0 else 1.0)
-    now, kept = real(numbers[3]), real(numbers[0] if numbers[3] > 0.0 else 1.0)
+    now, momentum = real(numbers[3]), real(numbers[0] if numbers[3] > 0.0 else 1.0)
     for j in range(len(slope)):
         mean = beta * moments[at + j] + fresh * slope[j]
-        theta[at + j] -= size * (now * slope[j] + kept * mean)
+        theta[at + j] -= size * (now * slope[j] + momentum * mean)
         moments[at + j] = mean
 
 
@@ -341,7 +343,7 @@ def _steps_of(real: str) -> Program:
         precision,
         shift,
         theta,
-        told,
+        losses_out,
         numbers,
         rates,
         moments,
@@ -423,7 +425,7 @@ def _steps_of(real: str) -> Program:
                 else:
                     _descend_as_adam(theta, gradient, k, lr, rates[row, 1], rates[row, 2], numbers, moments)
             for i in range(_ROWS):
-                told[k] += losses[i]
+                losses_out[k] += losses[i]
                 losses[i] = 0.0
 
     return program(signature)(take_steps)
@@ -453,16 +455,16 @@ def run(
         pull: (λ, h), `(K,)` and `(K, p, C)`, or None.
     """
     clients, parameters, classes = theta.shape
-    own, told = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(clients, dtype=torch.float64)
+    weights, losses = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(clients, dtype=torch.float64)
     nothing = x.new_empty(0)
     pulls = (nothing, nothing) if pull is None else (pull[0].to(x.dtype), pull[1].mT.to(x.dtype))
-    moments = own.new_zeros(moments_of(rule) * own.numel())
+    moments = weights.new_zeros(moments_of(rule) * weights.numel())
     answers = (nothing, y) if family == _CATEGORICAL else (y, y.new_empty(0, dtype=torch.int64))
     code, numbers = _encoded(rule)
     sizes = numpy.array([family, *x.shape[1:], parameters, classes, code, _HELD])
     before = sizes, *(_flat(part) for part in (x, *answers, total.long()))
     after = (
-        *(_flat(part) for part in (*pulls, own, told)),
+        *(_flat(part) for part in (*pulls, weights, losses)),
         numbers,
         rates_of(rule, lr, total).contiguous().numpy(),
         _flat(moments),
@@ -474,7 +476,7 @@ def run(
         call = lambda begin, end, now=now, at=first: take(*before, *now, *after, at, begin, end)
         in_threads(call, clients, len(size) * x.nbytes // max(clients, 1))
         first += len(size)
-    return own.mT, told
+    return weights.mT, losses
 
 
 def _encoded(rule: Momentum | Adam | None) -> tuple[int, numpy.ndarray]:
@@ -488,7 +490,7 @@ def _flat(tensor: Tensor) -> numpy.ndarray:
     return tensor.detach().contiguous().view(-1).numpy()
 
 
-_RUN = 2**10  # of a run of steps of the loop, which stay in the cache
+_RUN = 2**10  # steps in a run of the loop, which stay in the cache
 
 
 def glm_loop(
@@ -508,25 +510,25 @@ def glm_loop(
 
     Args:
         family, x, y, start, lr, precision, shift: as of `glm_steps`.
-        runs: the most rows that a run may have, None for any number -> runs: of S steps after another the rows
-            `(S, K, B)`, of which those beyond a client's size repeat others, or None for the first ones; and the sizes
-            `(S, K)`. No client takes its last step within one.
+        runs: the most rows of a run, None for any number -> runs: of S consecutive steps the rows `(S, K, B)`, of which
+            those beyond a client's size repeat others, or None for the first ones; and the sizes `(S, K)`. No client
+            takes its last step within one.
         total: `(K,)` steps of each client.
         rule: how slopes become steps; None for plain SGD.
 
-    Not differentiable: where a gradient is asked for the loop runs, whose operations in place torch refuses to go back.
+    Not differentiable: if a gradient is needed, the loop runs, whose in-place operations make torch raise an error.
     """
     theta = start.reshape(*start.shape[:2], -1)
     pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
     tensors = (x, y, start, total, *(pulled or ()))
     if _known(family, tensors, theta.shape[2]):
-        theta, told = run(family.code, x, y, theta, runs(None), lr, total, pulled, rule)
-        return theta.reshape(start.shape), (told / total).to(start.dtype)
+        theta, losses = run(family.code, x, y, theta, runs(None), lr, total, pulled, rule)
+        return theta.reshape(start.shape), (losses / total).to(start.dtype)
     return _looped(family, x, y, start, runs(_RUN), lr, total, precision, shift, rule)
 
 
 def _known(family: Family, tensors: Sequence[Tensor], classes: int) -> bool:
-    """Return whether the program takes these tensors, first of all x, y and the start."""
+    """Return whether the program supports these tensors, in particular x, y and the start."""
     x, y, start = tensors[:3]
     taking = _STEPS.get(x.dtype)
     if start.dtype != x.dtype or taking is None or not taking.usable(tensors):
@@ -549,16 +551,16 @@ def _looped(
     shift: Tensor | None,
     rule: Rule | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `glm_loop` does, by a loop over steps in which clients that are done take no part."""
+    """Compute `glm_loop` by a loop over steps, in which finished clients take no part."""
     rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
     width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
     theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)
-    told = start.new_zeros(len(start), dtype=torch.float64)
+    losses = start.new_zeros(len(start), dtype=torch.float64)
     pull = None if precision is None or shift is None else (precision[:, None, None], shift.reshape(theta.shape))
     moments = tuple(torch.zeros_like(theta) for _ in range(moments_of(rule)))
-    done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
-    whole = rows[None], y[None]  # of the clients that are here, for steps that take all rows
-    client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None], moments)
+    done, ends = (torch.empty_like(theta), torch.empty_like(losses)), set(total.tolist())
+    whole = rows[None], y[None]  # of the active clients, for steps that use all rows
+    client, here = torch.arange(len(start)), (theta, losses, pull, width * torch.arange(len(start))[:, None], moments)
     step = 0
     for place, size in runs:
         if step in ends:
@@ -590,8 +592,8 @@ def _run(
     rule: Rule | None,
     first: int,
 ) -> None:
-    """Take the steps of sizes `(S, K)` by the clients that are `here`, in place; rows are of each step, or of all."""
-    theta, told, pull, _, moments = here
+    """Take the steps of sizes `(S, K)` of the active clients, in place; rows are of each step, or of all."""
+    theta, losses_sum, pull, _, moments = here
     steps, labels, share = len(size), family.code == CATEGORICAL.code, 1 / design.shape[2]
     inside = None
     if labels and bool((response == IGNORED).any()):
@@ -609,15 +611,15 @@ def _run(
     weight = (None,) * steps if weights is None else _of(steps, weights).unbind()
     less = theta.new_full((), -1.0).expand(wanted.shape[1:])
     keep, push = (None, None) if pull is None or rule is not None else (1 - lr * pull[0], lr * pull[1])
-    kept = []  # what losses are made of: linear predictors, or the log probabilities of labels
+    outputs = []  # inputs of the losses: linear predictors, or the log probabilities of labels
     for number, (x, transposed, y, w) in enumerate(zip(*each, weight), first):
         predictor = x @ theta
         if labels:
             log = predictor.log_softmax(-1)
-            kept.append(log.gather(-1, y))
+            outputs.append(log.gather(-1, y))
             gap = log.exp_().scatter_add_(-1, y, less)
         else:
-            kept.append(predictor)
+            outputs.append(predictor)
             gap = family.misfit(predictor, y)
         if w is not None:
             gap *= w
@@ -628,14 +630,14 @@ def _run(
             continue
         slope = (transposed @ gap).mul_(share)
         rule.step(theta, slope if pull is None else slope.addcmul_(pull[0], theta).sub_(pull[1]), moments, number, lr)
-    logged = torch.stack(kept)
+    logged = torch.stack(outputs)
     losses = (-logged if labels else family.loss(logged, _of(steps, wanted), reduction="none"))[..., 0]
     if inside is None:
-        told += losses.mean(2).sum(0)
+        losses_sum += losses.mean(2).sum(0)
     else:  # 0 / 0 where all are left out, as in torch
-        told += (torch.where(inside, losses, 0.0).sum(2) / seen).sum(0)
+        losses_sum += (torch.where(inside, losses, 0.0).sum(2) / seen).sum(0)
 
 
 def _of(steps: int, part: Tensor) -> Tensor:
-    """Return the part for each of the steps, where it is one of all."""
+    """Return the part for each of the steps, if it is common to all."""
     return part.expand(steps, *part.shape[1:])

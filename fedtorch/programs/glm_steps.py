@@ -4,15 +4,15 @@ r"""T gradient steps of K generalised linear models, each on its own rows, in on
     \theta_k) + \lambda_k \theta_k - h_k \Big)
 
 with the mean losses of `torch.nn.functional`: `mse_loss`, `binary_cross_entropy_with_logits`, `poisson_nll_loss`,
-`cross_entropy`. A client's parameters stay in registers for all steps, and its rows too where they are few; else they
-are read again every step, from the cache where they fit there. Wide Gaussian models with many steps are better solved
-from their Gram matrices, as `fedtorch.federation.solvers.least_squares` does.
+`cross_entropy`. A client's parameters stay in registers for all steps, and its rows too if they are few; otherwise they
+are read in every step, from the cache if they fit. Wide Gaussian models with many steps are better solved from their
+Gram matrices, as in `fedtorch.federation.solvers.least_squares`.
 
 Source: McCullagh and Nelder, "Generalized linear models", 1989, section 2.5, for canonical links. Bound: one read of
 the data while it stays resident, or 4 N d T operations a client. Not measured yet.
 
-Differentiable by its reference only, which runs where a gradient is asked for. Programs know float32 and float64,
-classes in float32.
+Differentiable by its reference only, which runs if a gradient is needed. Programs support float32 and float64, classes
+in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedtorch.programs.choice import FLOATS, triton_programs
 from fedtorch.programs.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
-_RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
+_RESIDENT = 2**13  # numbers of a client's rows that stay in registers; in float64, whose logarithms need many, 2**11
 _TILE = 2**14  # bytes of the rows that are read at a time otherwise
 IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
@@ -48,7 +48,7 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Return whether the program takes so many features, the constant included, and classes."""
+    """Return whether the program supports this many features, the constant included, and classes."""
     if family.code == CATEGORICAL.code:
         return dtype == torch.float32 and 0 < features <= MOST_WITH_CLASSES and classes <= MOST_CLASSES
     return dtype in FLOATS and 0 < features <= MOST_FEATURES
@@ -72,9 +72,9 @@ def glm_steps(
 
     Args:
         family: `GAUSSIAN`, `BERNOULLI`, `POISSON` or `CATEGORICAL`.
-        x: rows `(K, N, d)`; those beyond a client's count are not looked at.
+        x: rows `(K, N, d)`; those beyond a client's count are not read.
         y: responses `(K, N)`, for `CATEGORICAL` classes 0, 1, …, or -100 for rows that are left out.
-        count: `(K,)` rows of each client; who has none only follows λ and h.
+        count: `(K,)` rows of each client; one without rows only follows λ and h.
         start: `(K, p)`, for `CATEGORICAL` `(K, p, classes)`, p = d, or d + 1 with the intercept at the end.
         steps: T, the most that a client takes.
         lr: η.
@@ -118,12 +118,12 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
     features = start.shape[1]
     words = x.element_size() // 4
     most, tiled = _RESIDENT // words**2, _TILE // x.element_size()
-    out, told = torch.empty_like(start, memory_format=torch.contiguous_format), start.new_empty(clients)
+    out, losses = torch.empty_like(start, memory_format=torch.contiguous_format), start.new_empty(clients)
     labels = family.code == CATEGORICAL.code
     pull = precision is not None and shift is not None
     tensors = (
         out,
-        told,
+        losses,
         x.contiguous(),
         (y.long() if labels else y.to(x.dtype)).contiguous(),
         count.contiguous(),
@@ -140,13 +140,13 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
         tile = {"IGNORED": IGNORED, "ROWS": 32, "FEATURES": max(across, 16), "CLASSES": 16}
         sizes = (longest, width, features, start.shape[2], steps, batch)
         launch(programs.categorical, clients, *tensors, *sizes, lr, **flags, **tile, warps=8)
-        return out, told
+        return out, losses
     resident = batches is None and power_of_two(longest) * across <= most
     rows = power_of_two(longest) if resident else max(tiled // across, 1)
     tile = {"FAMILY": family.code, "RESIDENT": resident, "ROWS": rows, "FEATURES": across}
     warps = 8 if resident and rows * across > tiled // words else 4
     launch(programs.linear, clients, *tensors, longest, width, features, steps, batch, lr, **flags, **tile, warps=warps)
-    return out, told
+    return out, losses
 
 
 def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
     x, y = torch.where(there[..., None], x, 0.0), torch.where(there, y, 0)
     x = torch.cat([x, torch.ones_like(x[..., :1])], -1) if start.shape[1] > x.shape[2] else x
     labels = family.code == CATEGORICAL.code
-    theta, told = start.reshape(*start.shape[:2], -1), start.new_zeros(len(start))
+    theta, loss_sums = start.reshape(*start.shape[:2], -1), start.new_zeros(len(start))
     for t in range(steps):
         index = torch.where(there, rows, -1) if batches is None else batches[:, t]
         inside, place = index >= 0, index.clamp(min=0)
@@ -178,8 +178,8 @@ def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
         active = t < total
         theta = torch.where(active[:, None, None], theta - lr * gradient, theta)
         mean = torch.where(inside, losses, 0.0).sum(1) / (seen + empty)  # 0 / 0 where all are left out, as in torch
-        told = told + torch.where(active, mean / total.clamp(min=1), 0.0)
-    return theta.reshape(start.shape), told
+        loss_sums = loss_sums + torch.where(active, mean / total.clamp(min=1), 0.0)
+    return theta.reshape(start.shape), loss_sums
 
 
 def _check(

@@ -1,8 +1,8 @@
-"""Vector instructions on groups of lanes, for loops of which LLVM cannot know that their groups do not overlap.
+"""Vector instructions on groups of lanes, for loops in which LLVM cannot prove that groups do not overlap.
 
-An array of groups is a flat one of float64, and `LANES` numbers of it in a row are a group; a place counts groups. A
-group is what one processor instruction takes, or a few do: independent problems side by side, each rounded as alone.
-Places are not checked. A call may not read a group that it has written, but for that of its own place.
+An array of groups is a flat one of float64, and `LANES` consecutive numbers of it are a group; positions count groups.
+A group is the operand of one or a few processor instructions: independent problems side by side, each rounded as alone.
+Positions are not checked. A call may not read a group that it has written, except at its own position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Instructions(Program):
         return _of_groups(self.name, self._function)
 
     def text(self) -> str:
-        """Return what decides what is compiled: this file."""
+        """Return the text that determines the compiled code: this file."""
         return f"{self.name} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
 
@@ -52,7 +52,7 @@ def subtract_products(llvm: Any, total: Any, factor: Any, row: Any) -> Any:
 
 
 def _of_groups(name: str, step: Callable[..., Any]) -> Any:
-    """Return numba's function of (out, at, factors, i, rows, j, count) of what a step of it computes."""
+    """Return numba's function of (out, at, factors, i, rows, j, count) for one step's expression."""
     from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic

@@ -17,7 +17,7 @@ def loaded(operation: str, *, interpreted: bool) -> ModuleType:
     """Import the module of programs of an operation, by its dotted name.
 
     Raises:
-        RuntimeError: interpreted programs are asked for, but Triton has been imported to compile them.
+        RuntimeError: interpreted programs are requested, but Triton has been imported to compile them.
     """
     if interpreted:
         if "triton" not in sys.modules:
@@ -35,7 +35,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **consta
 
     Args:
         kernel: a `triton.jit` function.
-        programs: how many; none is none.
+        programs: their number; zero launches nothing.
         arguments: tensors and numbers, the first one a tensor.
         warps: of 32 threads, per program.
         constants: its compile-time constants, by name.

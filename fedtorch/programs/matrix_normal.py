@@ -1,7 +1,7 @@
-"""What the server of HM1 computes of all devices in a round, on the CPU.
+"""The server's computations of HM1 over all devices in a round, on the CPU.
 
 Majorised priors are those of `fedtorch.models.low_rank.majorised`, by bisection on the number of eigenvalues above a
-bound. What devices tell is added up as in `fedtorch.federation.algorithms.matrix_normal.noise.renewed`.
+bound. Devices' answers are added up as in `fedtorch.federation.algorithms.matrix_normal.noise.renewed`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from fedtorch.programs.engine import program
 
-MOST = 64  # directions of a covariance; of more torch is faster
-FEW = 2**10  # numbers of a factor, of which the program finds singular values faster than LAPACK
+MOST = 64  # most directions of a covariance; torch is faster for more
+FEW = 2**10  # most numbers of a factor whose singular values the program finds faster than LAPACK
 _SMALLEST, _LARGEST, _EPSILON = 2.2250738585072014e-308, 1.7976931348623157e308, 2.0**-52
 _SWEEPS = 60
 
 
 @program()
 def _rotated(columns):
-    """Make rows orthogonal by rotations of two, and return whether they got there.
+    """Make rows orthogonal by rotations of pairs, and return whether that has converged.
 
     One-sided Jacobi finds small singular values as exactly as large ones.
     """
@@ -58,7 +58,7 @@ def _rotated(columns):
 def write_factored(factor, multiple, vectors, values):
     """Write vectors `(rank, K)` and values of `LowRank.from_factor`, which are zeros, and return the multiple.
 
-    It is NaN where the factor `(K, count)` is not finite or does not yield.
+    It is NaN if the factor `(K, count)` is not finite or the rotations do not converge.
     """
     units, count, rank = factor.shape[0], factor.shape[1], len(values)
     largest = 0.0
@@ -69,7 +69,7 @@ def write_factored(factor, multiple, vectors, values):
             largest = max(largest, abs(factor[k, j]))
     if largest == 0.0:
         return multiple
-    exponent = max(math.frexp(largest)[1], -1000)  # squares of what is brought to this size neither overflow nor vanish
+    exponent = max(math.frexp(largest)[1], -1000)  # squares of numbers scaled to this size neither overflow nor vanish
     down, up = math.ldexp(1.0, -exponent), math.ldexp(1.0, exponent)
     columns, size = numpy.empty((count, units)), numpy.zeros(count)
     for k in range(units):
@@ -82,8 +82,8 @@ def write_factored(factor, multiple, vectors, values):
             size[j] += columns[j, k] * columns[j, k]
         size[j] = math.sqrt(size[j])
     order = numpy.argsort(-size)
-    top, found, beyond = size[order[0]] * up, min(units, count), 0.0
-    for r in range(found):
+    top, rank_used, beyond = size[order[0]] * up, min(units, count), 0.0
+    for r in range(rank_used):
         j = order[r]
         length = size[j] * up
         if not length * length > _EPSILON * top * top:  # rounding, as are those that follow
@@ -99,7 +99,7 @@ def write_factored(factor, multiple, vectors, values):
         values[r] = length * length
         for k in range(units):
             vectors[r, k] = columns[j, k] * scale
-    if found > rank:
+    if rank_used > rank:
         beyond /= float(max(units - rank, 1))
         for r in range(rank):
             values[r] = max(values[r] - beyond, 0.0)
@@ -111,7 +111,7 @@ def write_factored(factor, multiple, vectors, values):
 def _positive(matrix, column, image):
     """Return how many eigenvalues of a symmetric matrix are positive; the matrix is overwritten.
 
-    Householder's reflections make it tridiagonal, and the signs of the pivots then are those of the eigenvalues.
+    Householder's reflections make it tridiagonal, and the signs of the pivots are then those of the eigenvalues.
     """
     n = len(matrix)
     for k in range(n - 2):
@@ -174,7 +174,7 @@ def _above(c, z, weights, inner, column, image):
 def write_majorised(multiple, vectors, values, theta, accuracy, precision, shift):
     """Write the precisions `(K,)` and shifts `(K, d)` of `low_rank.majorised`."""
     units, width = theta.shape
-    size = 0  # columns that stand for something
+    size = 0  # number of nonzero columns
     while size < len(values) and values[size] > 0.0:
         size += 1
     z, inside, scaled = numpy.empty((units, size)), numpy.zeros((size, width)), numpy.empty((size, width))
@@ -198,7 +198,7 @@ def write_majorised(multiple, vectors, values, theta, accuracy, precision, shift
     for i in range(size):
         for j in range(width):
             scaled[i, j] = inside[i, j] / (multiple + values[i])
-    for k in range(units):  # Ω⁻¹Θ, then rows of Z in the place of those of V
+    for k in range(units):  # Ω⁻¹Θ, then rows of Z in place of those of V
         for j in range(width):
             shift[k, j] = theta[k, j]
         for i in range(size):
@@ -241,7 +241,7 @@ def _noise(residual, freedom, pooling, out):
 
 @program("void(float64[::1], float64[::1], boolean[::1], float64, float64[::1], float64[::1], float64[:, ::1])")
 def write_priors(residual, freedom, heard, pooling, variance, precision, shift):
-    """Write noise variances `(K,)`, and 1 and no prior where one is not known or, if `heard` says, nothing heard."""
+    """Write noise variances `(K,)`; without one, or without an answer by `heard`, 1 and no prior."""
     _noise(residual, freedom, pooling, variance)
     for k in range(len(variance)):
         if not math.isfinite(variance[k]) or (len(heard) > 0 and not heard[k]):
@@ -252,7 +252,7 @@ def write_priors(residual, freedom, heard, pooling, variance, precision, shift):
 
 @program()
 def _chosen(numbers, count, wanted):
-    """Return what is at place `wanted` of so many numbers in ascending order; they are moved about (Hoare)."""
+    """Return the number of rank `wanted` in ascending order; the numbers are permuted (Hoare)."""
     low, high = 0, count - 1
     while low < high:
         pivot, i, j = numbers[(low + high) // 2], low, high
@@ -262,9 +262,9 @@ def _chosen(numbers, count, wanted):
             while numbers[j] > pivot:
                 j -= 1
             if i <= j:
-                kept = numbers[i]
+                swapped = numbers[i]
                 numbers[i] = numbers[j]
-                numbers[j] = kept
+                numbers[j] = swapped
                 i += 1
                 j -= 1
         if wanted <= j:
@@ -281,10 +281,10 @@ def _chosen(numbers, count, wanted):
     "boolean[::1], float64[:, ::1], float64[::1])",
 )
 def write_renewed(ids, change, fresh, noise, pooling, theta, summary, heard, known, numbers):
-    """Add what devices tell to Θ `(K, d)`, `summary` `(3, K)` and `heard`; return whether they are among the devices.
+    """Add devices' answers to Θ `(K, d)`, `summary` `(3, K)` and `heard`; return whether all ids are valid.
 
-    Written are Θ of those heard, zeros of others, and four numbers: whether noise variances are finite, Σθ² of those
-    heard, how many they are, and the typical variance of a coefficient.
+    It writes Θ of devices that have answered, zeros for others, and four numbers: whether noise variances are finite,
+    Σθ² and number of devices that have answered, and the typical variance of a coefficient.
     """
     units, width = theta.shape
     for m in range(len(ids)):
@@ -323,29 +323,29 @@ def write_renewed(ids, change, fresh, noise, pooling, theta, summary, heard, kno
 
 
 def usable(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return write_majorised.usable(tensors, torch.float64)
 
 
 def factored(multiple: Tensor, factor: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return multiple, vectors and values of `LowRank.from_factor`; None where the factor is not finite."""
     vectors, values = factor.new_zeros(rank, len(factor)), factor.new_zeros(rank)
-    found = write_factored(factor.numpy(), float(multiple), vectors.numpy(), values.numpy())
-    return None if math.isnan(found) else (multiple.new_tensor(found), vectors.mT, values)
+    scale = write_factored(factor.numpy(), float(multiple), vectors.numpy(), values.numpy())
+    return None if math.isnan(scale) else (multiple.new_tensor(scale), vectors.mT, values)
 
 
 def priors(
-    told: Sequence[Tensor], heard: Tensor | None, pooling: float, prior: Sequence[Tensor]
+    summary: Sequence[Tensor], heard: Tensor | None, pooling: float, prior: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, d)`.
+    """Return noise variances, precisions `(K,)` and shifts `(K, d)` for the devices.
 
     Args:
-        told: residuals and degrees of freedom, `(K,)`.
-        heard: `(K,)` bool, which devices have been heard; None if that does not matter.
+        summary: residuals and degrees of freedom, `(K,)`.
+        heard: `(K,)` bool, devices that have answered; None if that does not matter.
         pooling: degrees of freedom of all devices' noise in that of each.
-        prior: precisions and shifts of those of which all is known.
+        prior: precisions and shifts for devices with known noise.
     """
-    residual, freedom = (tensor.contiguous() for tensor in told)
+    residual, freedom = (tensor.contiguous() for tensor in summary)
     variance = torch.empty_like(residual)
     precision, shift = (tensor.clone(memory_format=torch.contiguous_format) for tensor in prior)
     known = torch.empty(0, dtype=torch.bool) if heard is None else heard.contiguous()
@@ -369,17 +369,17 @@ def renewed(
     server: Sequence[Tensor],
     heard: Tensor,
     ids: Tensor,
-    told: Sequence[Tensor],
+    update: Sequence[Tensor],
     noise: Tensor | None,
     pooling: float,
 ) -> tuple[Tensor, ...]:
-    """Return what the server makes of the devices that answered.
+    """Return the server's update from the answers of some devices.
 
     Args:
         server: Θ `(K, d)`, and the residuals, degrees of freedom and spreads `(K,)` of all devices.
-        heard: which of them have been heard, `(K,)` bool.
-        ids: that answered, `(M,)`.
-        told: their change of Θ `(M, d)`, residuals, degrees of freedom and spreads `(M,)`.
+        heard: devices that have answered before, `(K,)` bool.
+        ids: devices that answered, `(M,)`.
+        update: their change of Θ `(M, d)`, residuals, degrees of freedom and spreads `(M,)`.
         noise: variances `(K,)` if they are given.
         pooling: degrees of freedom of all devices' noise in that of each.
 
@@ -388,13 +388,13 @@ def renewed(
         numbers of `write_renewed`.
 
     Raises:
-        IndexError: one that answered is not among the devices.
+        IndexError: an id is not a device's.
     """
     theta, heard = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (server[0], heard))
-    summary, fresh = torch.stack(tuple(server[1:])), torch.stack(tuple(told[1:]))
+    summary, fresh = torch.stack(tuple(server[1:])), torch.stack(tuple(update[1:]))
     known, numbers = torch.empty_like(theta), theta.new_empty(4)
     given = theta.new_empty(0) if noise is None else noise.contiguous()
-    read = (part.numpy() for part in (ids.contiguous(), told[0].contiguous(), fresh, given))
+    read = (part.numpy() for part in (ids.contiguous(), update[0].contiguous(), fresh, given))
     out = (theta, summary, heard, known, numbers)
     if not write_renewed(*read, pooling, *(part.numpy() for part in out)):
         raise IndexError(f"Expected numbers of {len(theta)} devices, but got {int(ids.min())} to {int(ids.max())}")

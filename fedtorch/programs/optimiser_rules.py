@@ -1,4 +1,4 @@
-"""How optimisers of torch make steps of slopes, as values: for loops over steps, and for programs.
+"""Rules by which torch's optimisers turn slopes into steps, as values: for loops over steps, and for programs.
 
 Plain SGD, θ − η s, is None.
 """
@@ -42,7 +42,7 @@ class Adam(NamedTuple):
         theta.mul_(keep).addcdiv_(mean, (square.sqrt() / root).add_(self.eps), value=-size)
 
     def factors(self, numbers: Tensor, lr: float) -> Tensor:
-        """Return the size of steps `(T,)`, the root of the correction of squares and what is kept of θ, `(T, 3)`."""
+        """Return the step sizes `(T,)`, roots of the correction of squares and factors of θ, `(T, 3)`."""
         first, second = (1 - beta ** (numbers.double() + 1) for beta in self.betas)
         return torch.stack([lr / first, second.sqrt(), torch.full_like(first, 1 - lr * self.decay)], 1)
 
@@ -51,12 +51,12 @@ Rule = Momentum | Adam
 
 
 def moments_of(rule: Rule | None) -> int:
-    """Return how many moments a rule keeps of every parameter."""
+    """Return the number of moments that a rule stores for every parameter."""
     return 0 if rule is None else 1 if isinstance(rule, Momentum) else 2
 
 
 def rates_of(rule: Rule | None, lr: float, total: Tensor) -> Tensor:
-    """Return `Adam.factors` of as many steps as clients take at most, or one row `(1, 3)` of all steps, of stride 0."""
+    """Return `Adam.factors` of the most steps of a client, or one row `(1, 3)` of stride 0, which all steps share."""
     if isinstance(rule, Adam):
         return rule.factors(torch.arange(int(total.max()) if len(total) else 0), lr)
     return torch.tensor([lr, 1.0, 1.0], dtype=torch.float64).expand(1, 3).as_strided((1, 3), (0, 1))

@@ -1,8 +1,8 @@
 """Draws and new keys of Philox-4x32-10 on the CPU: a block of four in each lane.
 
 Bound: integer arithmetic, about a hundred operations a block; for normal and exponential numbers a logarithm, and a
-sine and cosine. Loops over the formulas below become vector instructions, for there are no branches in them and no
-calls. A number's bits depend on its key and its place alone.
+sine and cosine. Loops over the formulas below become vector instructions, because they contain no branches and no
+calls. A number's bits depend on its key and its position alone.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the logarithm by the method and with the
 coefficients of FreeBSD's e_log.c, Sun Microsystems; Marsaglia and Tsang, "A simple method for generating gamma
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fedtorch.programs.engine import Program, program
 
-DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
+DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which separates draws, new keys and proposals
 _LANES = 64
-_BOOST = 0xFFFFFFFF  # the attempt whose words raise a gamma number of small shape
+_BOOST = 0xFFFFFFFF  # the attempt number whose words make a gamma variate of shape below 1 from one of shape + 1
 _WHOLE = numpy.uint64(0x4330000000000000)  # the bits of 2⁵²
 _ONE, _ROOT = numpy.uint64(0x3FF0000000000000), numpy.uint64(0x3FE6A09E667F3BCD)  # the bits of 1 and of √½
 _FRACTION = numpy.uint64(0xFFFFFFFFFFFFF)
@@ -34,7 +34,7 @@ _BIAS = numpy.uint64(1023)
 
 @program(inline=True)
 def philox(k0, k1, c0, c1, c2, c3):
-    """Return the four words of a counter's four, all uint32."""
+    """Return the four Philox words of four counter words, all uint32."""
     for _ in range(10):
         first = uint64(c0) * uint64(0xD2511F53)
         second = uint64(c2) * uint64(0xCD9E8D57)
@@ -170,7 +170,7 @@ def words_of(key, block, attempt, purpose):
 
 @program(inline=True)
 def new_key(key, number):
-    """Return the key that `random.fold_in` makes of a key and a number."""
+    """Return the key `random.fold_in(key, number)`."""
     w0, w1, _, _ = words_of(key, number, 0, FOLD)
     return joined(w1, w0)
 
@@ -233,11 +233,11 @@ def _words(lanes):
 
 
 def _drawing(dtype: str, each: int) -> Callable[[Callable[..., Any]], Program]:
-    """Return what makes, of a formula for the numbers of a block, the program that draws them.
+    """Return a factory that makes a drawing program from a formula for the numbers of a block.
 
     Args:
-        dtype: of the numbers, in numba's words.
-        each: how many are of a block, 2 or 4.
+        dtype: of the numbers, in numba's notation.
+        each: numbers per block, 2 or 4.
     """
 
     def made(formula: Callable[..., Any]) -> Program:
@@ -246,9 +246,9 @@ def _drawing(dtype: str, each: int) -> Callable[[Callable[..., Any]], Program]:
         @program()
         def of_lanes(lanes, argument, numbers):
             for i in range(_LANES):
-                found = numbers_of(lanes[i], lanes[_LANES + i], lanes[2 * _LANES + i], lanes[3 * _LANES + i], argument)
+                draws = numbers_of(lanes[i], lanes[_LANES + i], lanes[2 * _LANES + i], lanes[3 * _LANES + i], argument)
                 for part in range(each):
-                    numbers[part * _LANES + i] = found[part]
+                    numbers[part * _LANES + i] = draws[part]
 
         def draw(keys, argument, out):
             queries, count = out.shape
@@ -391,7 +391,7 @@ _DRAWS = {
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Return whether the programs can take these tensors."""
+    """Return whether the programs support these tensors."""
     return fold_keys.usable(tensors)
 
 
@@ -402,7 +402,7 @@ def draw(form: str, key: Tensor, shape: Sequence[int], dtype: torch.dtype, argum
         form: `BITS`, `INTEGERS`, `COINS`, `UNIFORM`, `NORMAL` or `EXPONENTIAL`.
         key: `(...)`.
         shape: of one key's numbers.
-        dtype: of the result; floating-point numbers of another width than float64 are made as float32.
+        dtype: of the result; floating-point numbers of another width than float64 are drawn as float32.
         argument: the threshold of coins, the digits of uniform numbers.
     """
     written = _WRITTEN.get(form) or (torch.float64 if dtype == torch.float64 else torch.float32)

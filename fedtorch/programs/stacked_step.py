@@ -4,15 +4,15 @@ Client k's gradient is
 
 .. math:: g_k = \min(1, c / \|\nabla_k\|)\, \nabla_k, \qquad \nabla_k = \nabla f_k(x_k) + \lambda_k x_k - h_k,
 
-with what `Quadratic` adds and a bound c of the norm over all tensors. Steps are those of `torch.optim`: weight decay
-comes after clipping, momentum's buffer begins as the first gradient, and Adam's corrections use each client's own count
-of steps. Everything is changed in place.
+with the gradient of a `Quadratic` and a bound c of the norm over all tensors. Steps are those of `torch.optim`: weight
+decay comes after clipping, momentum's buffer starts as the first gradient, and Adam's corrections use each client's own
+count of steps. Everything is changed in place.
 
 Source: the formulas of `torch.optim.SGD` (without maximize), `Adam` (without amsgrad) and `AdamW`. Bound: bandwidth.
 Adam in float32 reads parameter, gradient and two moments and writes three of them, 28 bytes a parameter; a shift is 4
 more, and clipping reads the gradient twice, 4 more. Not measured yet.
 
-Not differentiable. Programs know float32 and float64; rounding may differ from `torch.optim` in the last bits.
+Not differentiable. Programs support float32 and float64; rounding may differ from `torch.optim` in the last bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ClientValues(NamedTuple):
 
 
 def fits(tensor: Tensor) -> bool:
-    """Return whether a program steps a stack like this one."""
+    """Return whether a program supports a stack like this one."""
     return (
         triton_programs(
             "fedtorch.programs.triton.stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous()
@@ -83,7 +83,7 @@ def sgd(
         gradient: of each client's loss, `(K, ...)`.
         buffer: `(K, ...)`, contiguous; None without momentum.
         clients: see `ClientValues`.
-        lr: a number, or a scalar on the device, which a captured graph reads anew.
+        lr: a number, or a scalar on the device, which a captured graph rereads.
         momentum: as in `torch.optim.SGD`, like the next three.
         dampening: see there.
         weight_decay: see there.
@@ -125,9 +125,9 @@ def adam(
         parameter: `(K, ...)`, contiguous.
         gradient: of each client's loss, `(K, ...)`.
         first: the mean of gradients `(K, ...)`, contiguous.
-        second: of their squares, likewise.
+        second: mean of the squares, likewise.
         clients: see `ClientValues`.
-        lr: a number, or a scalar on the device, which a captured graph reads anew.
+        lr: a number, or a scalar on the device, which a captured graph rereads.
         betas: as in `torch.optim.Adam`, like the next two.
         eps: see there.
         weight_decay: see there.
@@ -156,9 +156,9 @@ def adam(
 
 
 def _program(parameter: Tensor, *others: Tensor | None) -> Any:
-    kept = [other for other in others[1:] if other is not None]
-    contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in kept)
-    tensors = [tensor.detach() for tensor in (parameter, others[0], *kept) if tensor is not None]
+    rest = [other for other in others[1:] if other is not None]
+    contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in rest)
+    tensors = [tensor.detach() for tensor in (parameter, others[0], *rest) if tensor is not None]
     return triton_programs("fedtorch.programs.triton.stacked_step", tensors, FLOATS, fits=contiguous)
 
 
@@ -172,12 +172,12 @@ def _launch(
 ) -> None:
     parameter = tensors[0]
     rows, columns, across = _tiling(parameter)
-    own = [parameter, tensors[1].contiguous(), *tensors[2:]]
+    operands = [parameter, tensors[1].contiguous(), *tensors[2:]]
     absent = lambda tensor: parameter if tensor is None else tensor.to(parameter.dtype).contiguous()
     launch(
         kernel,
         across * -(-len(parameter) // rows),
-        *(tensor.detach() for tensor in own),
+        *(tensor.detach() for tensor in operands),
         clients.taken,
         *map(absent, (clients.precision, clients.shift, clients.share)),
         len(parameter),
@@ -196,7 +196,7 @@ def _launch(
 
 
 def _tiling(parameter: Tensor) -> tuple[int, int, int]:
-    """Return (rows, columns) of a tile, and how many tiles there are across."""
+    """Return (rows, columns) of a tile, and the number of tiles across."""
     size = parameter[0].numel() if len(parameter) else 0
     rows, columns = tile(size, _SIZE)
     return rows, columns, -(-size // columns)
@@ -237,6 +237,6 @@ def _share(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor
 
 
 def _rows(value: Tensor | int, like: Tensor) -> Tensor:
-    """Return `(K,)`, or a number, as it multiplies `(K, ...)`."""
+    """Return `(K,)`, or a number, in a shape that broadcasts with `(K, ...)`."""
     value = torch.as_tensor(value, device=like.device)
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (like.ndim - 1))

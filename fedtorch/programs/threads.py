@@ -1,4 +1,4 @@
-"""Ranges of independent work in as many threads as torch has; programs let other threads of Python run."""
+"""Ranges of independent work in torch's number of threads; programs release Python's lock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def in_threads(call: Callable[[int, int], object], count: int, size: int) -> Non
 
     Args:
         call: of a program.
-        count: of what does not depend on each other.
-        size: bytes of one, or so many that passing over them takes as long; of few in all one thread takes care.
+        count: number of independent items.
+        size: bytes of an item, or an equivalent cost; small totals run in one thread.
 
     >>> in_threads(print, 3, 8)
     0 3
@@ -27,4 +27,4 @@ def in_threads(call: Callable[[int, int], object], count: int, size: int) -> Non
         return
     ends = [count * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(call, ends[:-1], ends[1:]))  # raises what one has raised
+        list(pool.map(call, ends[:-1], ends[1:]))  # raises the first error of a thread

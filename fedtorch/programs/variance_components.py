@@ -6,18 +6,18 @@ At node r of client k
     u = z_k - \sum_j (x_{krj} - o_{kj})\, g_{kj},
 
 with the same symmetric E_t for all clients, of ones at (i_t, j_t) and (j_t, i_t). That is the marginal distribution of
-the rows of a linear mixed-effects model at values of its variances, with as many rows as there are coefficients. The
-program computes a node in each place of a processor's vectors, and factorises M = LDL' without writing it anywhere; the
+the rows of a linear mixed-effects model at given variances, with as many rows as there are coefficients. The program
+computes a node in each lane of a processor's vectors, and factorises M = LDL' without writing it to memory; the
 reference is a batched Cholesky factor.
 
 Source: Searle, Casella, McCulloch, "Variance components", 1992, chapter 6. Bound: arithmetic, about d² T / 2 + d³ / 6
 multiplications and additions a node.
 
-Not differentiable by its program; where a gradient is asked for the reference runs. The program knows float64 and up to
-16 dimensions.
+Not differentiable by its program; if a gradient is needed the reference runs. The program supports float64 and up to 16
+dimensions.
 
-Nodes of a client go side by side, a lane each, through the factors of M = LDL', which are written nowhere else. A node
-that its lanes lack repeats the client's last one. Matrices are lower triangles, row by row.
+Nodes of a client are processed side by side, a lane each, through the factors of M = LDL', which are not stored
+elsewhere. Unused lanes repeat the client's last node. Matrices are lower triangles, row by row.
 """
 
 from __future__ import annotations
@@ -144,19 +144,19 @@ def write_log_densities(values, inputs, noise, rows, columns, root, shared, orig
 
 
 @program()
-def _inverted(size, matrix, kept):
+def _inverted(size, matrix, room):
     """Replace L below the diagonal by its inverse, whose diagonal is one."""
     for a in range(size):
         row = matrix[a * (a + 1) // 2 :]
         for b in range(a):
             for lane in range(_LANES):
-                kept[b, lane] = row[b, lane]
+                room[b, lane] = row[b, lane]
                 row[b, lane] = -row[b, lane]
         for b in range(a):
             for i in range(b + 1, a):
                 below = matrix[i * (i + 1) // 2 :]
                 for lane in range(_LANES):
-                    row[b, lane] -= kept[i, lane] * below[b, lane]
+                    row[b, lane] -= room[i, lane] * below[b, lane]
         for lane in range(_LANES):
             row[a, lane] = 1.0
 
@@ -205,9 +205,9 @@ def write_scores(
                     score[client, b, node + lane] = misfit[b, lane]
         for a in range(size):
             for b in range(a + 1):
-                found = total[a * (a + 1) // 2 + b].sum()
-                information[client, a, b] = found
-                information[client, b, a] = found
+                sum_of_weights = total[a * (a + 1) // 2 + b].sum()
+                information[client, a, b] = sum_of_weights
+                information[client, b, a] = sum_of_weights
 
 
 def _run(function: Program, model: VarianceComponents, *tensors: Tensor) -> None:
@@ -222,7 +222,7 @@ MOST = 16  # dimensions
 
 
 class VarianceComponents(NamedTuple):
-    """Hold the normal vectors of `K` clients at `R` nodes."""
+    """The normal vectors of `K` clients at `R` nodes."""
 
     values: Tensor  # (K, R, T) c
     inputs: Tensor  # (K, R, q) x
@@ -237,7 +237,7 @@ class VarianceComponents(NamedTuple):
 
 
 def usable(size: int, tensors: Sequence[Tensor]) -> bool:
-    """Return whether there is a program for vectors of this size that knows such tensors."""
+    """Return whether a program supports vectors of this size in such tensors."""
     return 0 < size <= MOST and write_log_densities.usable(tensors, torch.float64)
 
 
@@ -265,7 +265,7 @@ def scores(model: VarianceComponents, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _known(model: VarianceComponents) -> bool:
-    """Return whether there is a program for these vectors."""
+    """Return whether a program supports these vectors."""
     return usable(model.centre.shape[1], (*model[:3], *model[5:]))
 
 

@@ -1,4 +1,4 @@
-"""Conversations between two ends: halves that send and receive, and what drives them in one process or over ranks."""
+"""Conversations between two ends: halves that send and receive, and drivers in one process or over ranks."""
 
 from fedtorch._lazy import attach
 

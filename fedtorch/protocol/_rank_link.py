@@ -1,4 +1,4 @@
-"""Send to other ranks and receive from them; of `ranks`."""
+"""Point-to-point messages between ranks, for `ranks`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fedtorch.protocol.bounded_streams import Streams
 from fedtorch.protocol.halves import Receive, Send, decode, encode
 from fedtorch.tree import Tree
 
-_LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
+_LONGEST = 2**30  # most bytes of a payload whose number of rows only its sender knows
 
 
 class RankLink:
     """Send and receive messages of one rank.
 
     Args:
-        rank: that this process has to be.
-        ranks: how many processes there have to be.
+        rank: required rank of this process.
+        ranks: required number of processes.
         timeout: the longest wait for another rank.
 
     Attributes:
@@ -43,18 +43,18 @@ class RankLink:
         """Send a message.
 
         Raises:
-            RuntimeError: it was not taken in time.
+            RuntimeError: it was not received in time.
         """
         payload = encode(step)
         self.streams.write(int(step.to), len(payload).to_bytes(8, "little") + payload)
         self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
-        """Return a message in the structure, shapes and dtypes of `step.like`, and on its device.
+        """Receive a message in the structure, shapes and dtypes of `step.like`, on its device.
 
         Raises:
-            RuntimeError: nothing came in time.
-            fedtorch.wire.PayloadError: what came is something else.
+            RuntimeError: nothing arrived in time.
+            fedtorch.wire.PayloadError: an unexpected message arrived.
         """
         source = int(step.sender)
         length = int.from_bytes(self.streams.read(source, 8, step.seconds), "little")

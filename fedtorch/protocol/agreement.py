@@ -1,13 +1,13 @@
 """The agreement on a design as a conversation of halves: in one process, over ranks, over streams.
 
-What is asked and answered is in `fedtorch.data.agreement`; here it is carried, as JSON. Over ranks of which each has a
+Questions and answers are defined in `fedtorch.data.agreement`; here they are transported, as JSON. If every rank has a
 frame, rank 0 asks, and answers for its own:
 
     half = site_half(sites[rank]) if rank else server_half(request, [1, 2], {0: sites[0]})
     design, traffic = over_ranks(half, rank, 3)  # of `fedtorch.protocol.ranks`
 
-(`ft.Distributed` has the same data on every rank, and so the same design.) `fedtorch.sites.agree` asks sites that bring
-a frame and then run by it.
+(`ft.Distributed` has the same data on every rank, and so the same design.) `fedtorch.sites.agree` asks sites that have
+a frame and later run by the design.
 
 >>> import pandas
 >>> from fedtorch.data.agreement.server import Request, agreed
@@ -37,15 +37,15 @@ LONGEST = 2**24  # bytes of a question or an answer
 
 
 def server_half(request: Request, sites: Sequence[Name], local: Mapping[Name, Answers] = MappingProxyType({})) -> Half:
-    """Ask all sites, and return the design that they have agreed on.
+    """Ask all sites, and return the agreed design.
 
     Args:
-        request: what is to be agreed on.
+        request: settings of the agreement.
         sites: their names, or numbers of ranks.
-        local: those whose frames are in this process, such as rank 0's.
+        local: sites whose frames are in this process, such as rank 0's.
 
     Raises:
-        ValueError: a site refuses, or the sites tell too little; all sites hear it.
+        ValueError: a site refuses, or the answers do not suffice; all sites are notified.
     """
     talk = conversation(request)
     question = next(talk)
@@ -70,7 +70,7 @@ def site_half(site: Answers, server: Name = 0) -> Half:
     """Answer a server until all have agreed; return the design.
 
     Raises:
-        ValueError: they have not; why.
+        ValueError: there is no agreement; the message has the reason.
     """
     while True:
         question = yield Receive(server, decoded)
@@ -87,10 +87,10 @@ def encoded(value: Any) -> bytes:
 
 
 def decoded(sender: str, payload: bytes) -> dict[str, Any]:
-    """Return the question or the answer of a payload.
+    """Decode the question or the answer of a payload.
 
     Raises:
-        PayloadError: it is none.
+        PayloadError: it is neither.
 
     >>> decoded("ward 7", encoded({"step": "over"}))
     {'step': 'over'}

@@ -1,4 +1,4 @@
-"""Byte streams between the ranks of a process group, of which each side reads what it asked for and no more.
+"""Byte streams between the ranks of a process group, from which each side reads no more than it requests.
 
 gloo ends the whole process when a message is longer than the room for it, so that any party could end the server's.
 Here gloo carries one broadcast only, in which rank 0 sends and reads nothing: where it listens, and a token. The others
@@ -21,20 +21,20 @@ import torch.distributed as dist
 
 _PLACE = struct.Struct("!64s16sI")  # host, token, port or rank
 _PART = 2**18  # bytes read at a time
-_AHEAD = 2**30  # bytes that are read from a peer while it has to be written to, at most
+_AHEAD = 2**30  # most bytes buffered from a peer while writing to it
 
 
 class Streams:
     """A stream to every other rank of the process group.
 
     Args:
-        rank: of this process.
-        ranks: how many there are.
+        rank: the rank of this process.
+        ranks: the number of ranks.
         timeout: the longest wait for another rank.
-        group: the process group over which they find each other, of tensors on the CPU; default: the default one.
+        group: process group of CPU tensors over which ranks exchange addresses; default: the default group.
 
     Raises:
-        RuntimeError: a rank cannot be reached, or says something else than it should.
+        RuntimeError: a rank cannot be reached, or breaks the protocol.
     """
 
     def __init__(self, rank: int, ranks: int, timeout: timedelta, group: Any = None) -> None:
@@ -56,8 +56,8 @@ class Streams:
         places = {0: (host, first_port)}
         if rank:
             self._connect(0, places[0], token, rank)
-            own = self.sockets[0].getsockname()[0].encode()
-            self.write(0, _PLACE.pack(own, token, port))
+            address = self.sockets[0].getsockname()[0].encode()
+            self.write(0, _PLACE.pack(address, token, port))
             places |= {j: self._heard(0, token) for j in range(1, ranks)}
         else:
             self._accept(listener, token, ranks - 1)
@@ -75,12 +75,12 @@ class Streams:
         self.write(other, _PLACE.pack(b"", token, rank))
 
     def _accept(self, listener: socket.socket, token: bytes, count: int) -> None:
-        """Take connections until so many have shown the token; others are closed."""
+        """Accept connections until a given number have shown the token; close all others."""
         while count:
             joined, _ = listener.accept()
             joined.settimeout(self.seconds)
-            said = joined.recv(_PLACE.size, socket.MSG_WAITALL)
-            _, shown, other = _PLACE.unpack(said) if len(said) == _PLACE.size else (b"", b"", -1)
+            greeting = joined.recv(_PLACE.size, socket.MSG_WAITALL)
+            _, shown, other = _PLACE.unpack(greeting) if len(greeting) == _PLACE.size else (b"", b"", -1)
             if not secrets.compare_digest(shown, token) or other not in self.ahead or other in self.sockets:
                 joined.close()
                 continue
@@ -93,7 +93,7 @@ class Streams:
         return host, port
 
     def write(self, other: int, data: bytes) -> None:
-        """Send all of it; what the other sends meanwhile is read ahead, so that two may write to each other.
+        """Send all bytes; incoming bytes are buffered meanwhile, so that two ranks may write to each other.
 
         Raises:
             RuntimeError: the other rank has gone, or does not read in time.
@@ -110,7 +110,7 @@ class Streams:
                 raise self._gone(other)
 
     def read(self, other: int, count: int, seconds: float | None = None) -> bytes:
-        """Return so many bytes, for each part of which so many seconds are waited, or those of all streams.
+        """Return a number of bytes; the timeout applies to each part, or to each stream's parts together.
 
         Raises:
             RuntimeError: the other rank has gone, or sends nothing in time.
@@ -120,9 +120,9 @@ class Streams:
         while len(ahead) < count:
             if not self._fill(other, count - len(ahead)):
                 raise self._gone(other)
-        found = bytes(ahead[:count])
+        chunk = bytes(ahead[:count])
         del ahead[:count]
-        return found
+        return chunk
 
     def _fill(self, other: int, most: int = _PART) -> int:
         part = self._do(other, self.sockets[other].recv, min(most, _PART))
@@ -144,11 +144,11 @@ class Streams:
         return RuntimeError(f"Expected rank {other} to answer, but got the end of its stream; see what it says itself")
 
     def close(self) -> None:
-        """End all streams; what was written still arrives."""
+        """Close all streams after the written bytes have arrived."""
         for stream in self.sockets.values():
             stream.close()
 
 
 def _host() -> bytes:
-    """Return the address of rank 0, as they reached it for the process group."""
+    """Return the address of rank 0 that the process group uses."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1").encode()

@@ -1,11 +1,11 @@
 """Protocols between parties: each node's half is a generator of `Send` and `Receive`, written once for every driver.
 
-A half yields what it wants done, is given what it receives, and returns its result; it knows nothing of processes and
-bytes. A *driver* moves the values: `together` runs all halves in one process and counts the bytes, `drive` runs one
-half over any two functions that send and receive: `fedtorch.protocol.ranks` has such a pair for `torchrun`, and
-`fedtorch.sites.vertical.remote` for parties that connect to a server. Private alignment (`alignment`) and training
-(`iteration`, of any vertical model) are halves, and so are a federation's round over sites and the secure sums in it
-(`fedtorch.sites.rounds.server` and `site`), whose driver is `fedtorch.sites.rounds.sites`.
+A half is a generator that yields its sends and receives, gets the received messages, and returns its result; it is
+independent of processes and bytes. A *driver* moves the values: `together` runs all halves in one process and counts
+the bytes, `drive` runs one half over any two functions that send and receive: `fedtorch.protocol.ranks` has such a pair
+for `torchrun`, and `fedtorch.sites.vertical.remote` for parties that connect to a server. Private alignment
+(`alignment`) and training (`iteration`, of any vertical model) are halves, and so are a federation's round over sites
+and the secure sums in it (`fedtorch.sites.rounds.server` and `site`), whose driver is `fedtorch.sites.rounds.sites`.
 
 >>> import torch
 >>> def server():
@@ -39,22 +39,22 @@ Name = int | str
 
 @without_rows
 class Send(NamedTuple):
-    """Wanted by a half: that a message goes to another node; the half goes on at once."""
+    """A half's request to send a message to another node; the half continues at once."""
 
     to: Name
-    message: Tree  # bytes travel as they are
-    rows: bool = False  # whether the payload says how many rows its tensors have, which the receiver cannot know
-    sequence: int = 0  # of a request, by which a driver over streams that break tells its answer from earlier ones
-    summed: bool = False  # whether it may leave this process as part of a secure sum only, and never as it is
-    bound: bytes = b""  # a digest of what its sender has been told, to which masks around the message are bound
-    start: bytes = b""  # a digest of the parameters with which the sender has begun, whatever rows it is asked for
+    message: Tree  # bytes travel unchanged
+    rows: bool = False  # whether the payload defines its tensors' number of rows, which the receiver cannot know
+    sequence: int = 0  # of a request, by which a driver over unreliable streams recognises its answer
+    summed: bool = False  # whether it may leave this process only as part of a secure sum
+    bound: bytes = b""  # digest of the sender's instructions, to which masks around the message are bound
+    start: bytes = b""  # digest of the sender's initial parameters, whatever its rows
 
 
 @without_rows
 class Receive(NamedTuple):
-    """Wanted by a half: the next message of another node, which it is given as the value of the `yield`.
+    """A half's request for the next message of another node, which becomes the value of the `yield`.
 
-    With a tuple of senders it is given `Heard`, the next messages of all that say something.
+    With a tuple of senders the value is `Heard`, the next messages of all that send one.
 
     >>> def server():
     ...     heard: Heard = yield Receive((1, 2, 3), torch.zeros(1), least=2)
@@ -69,15 +69,15 @@ class Receive(NamedTuple):
     """
 
     sender: Any  # a name, or a tuple of names
-    like: Any  # its structure, shapes and dtypes, or for bytes a function of sender and payload; the rest is refused
-    rows: bool = False  # whether the payload says how many rows there are in place of those of `like`
-    most: int = 10_000_000  # so many rows at most, where the payload says it
-    least: int = 0  # of several senders, so many are waited for also where they are not connected
+    like: Any  # structure, shapes and dtypes, or for bytes a function of sender and payload; other messages are refused
+    rows: bool = False  # whether the payload defines the number of rows, in place of `like`
+    most: int = 10_000_000  # most rows, if the payload defines their number
+    least: int = 0  # with several senders, least number to wait for even if they are not connected
     seconds: float | None = None  # the longest wait; None for the driver's own
-    likes: tuple[Any, ...] = ()  # `like` of each of several senders, where their messages look different
+    likes: tuple[Any, ...] = ()  # `like` of each of several senders, if their messages differ in form
 
     def of(self, sender: Name, seconds: float | None = None) -> Receive:
-        """Return what is wanted of one of several senders, for `seconds` at most."""
+        """Return the request for one of several senders, with a timeout of `seconds`."""
         like = self.likes[self.sender.index(sender)] if self.likes else self.like
         return self._replace(sender=sender, like=like, likes=(), seconds=self.seconds if seconds is None else seconds)
 
@@ -87,11 +87,11 @@ class Heard(NamedTuple):
     """The messages of several nodes; see `Receive`."""
 
     messages: dict[Any, Tree]  # by sender
-    missing: dict[Any, str]  # why the others said nothing
+    missing: dict[Any, str]  # reasons why the others sent nothing
 
 
 def hear(heard: Heard, sender: Any, read: Callable[[], Tree]) -> None:
-    """Add a sender's message, or why it is refused."""
+    """Add a sender's message, or the reason for its refusal."""
     try:
         heard.messages[sender] = read()
     except wire.PayloadError as error:
@@ -115,7 +115,7 @@ class Traffic(NamedTuple):
 
 
 Half = Generator[Send | Receive, Any, Any]
-BYTES = torch.zeros(0, dtype=torch.uint8)  # `Receive.like` of bytes, whose number the payload says
+BYTES = torch.zeros(0, dtype=torch.uint8)  # `Receive.like` of bytes, whose number the payload defines
 
 
 def packed(data: bytes) -> Tensor:
@@ -136,7 +136,7 @@ def encode(step: Send) -> bytes:
     """Return the payload of a message.
 
     Raises:
-        ValueError: it may leave as part of a secure sum only, and nothing has masked it.
+        ValueError: it may leave only as part of a secure sum, and is not masked.
 
     >>> encode(Send(0, torch.ones(2), summed=True))
     Traceback (most recent call last):
@@ -156,15 +156,15 @@ def encode(step: Send) -> bytes:
 
 
 def decode(payload: bytes, step: Receive, sender: str) -> Tree:
-    """Return a message on the devices of `step.like`.
+    """Decode a message on the devices of `step.like`.
 
     Args:
-        payload: what came.
-        step: what was expected.
+        payload: received bytes.
+        step: the expected message.
         sender: for error messages.
 
     Raises:
-        fedtorch.wire.PayloadError: what came is something else, or more rows than are taken.
+        fedtorch.wire.PayloadError: an unexpected message, or too many rows.
     """
     like = step.like
     if callable(like):
@@ -176,11 +176,13 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
                 f"payload of client {sender!r}: expected a number of rows up to {step.most}, but got {rows!r}"
             )
         like = tree.map(partial(_with_rows, rows), like)
-    return tree.map(lambda value, own: value.to(own.device), wire.decode(payload, like, client=sender), step.like)
+    return tree.map(
+        lambda value, example: value.to(example.device), wire.decode(payload, like, client=sender), step.like
+    )
 
 
 def _with_rows(rows: int, leaf: Tensor) -> Tensor:
-    """Return a leaf of so many rows, without their memory: what the sender claims has not been checked yet."""
+    """Return a leaf with this many rows, without memory, because the sender's number is not verified yet."""
     return torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
 
 
@@ -196,7 +198,7 @@ def drive(
         half: of this node.
         send: carries a message, usually by `encode`.
         receive: waits for one, usually by `decode`.
-        several: waits for those of several senders; default: for all of them, one after the other.
+        several: waits for several senders; default: for all of them, one after the other.
 
     >>> def half():
     ...     yield Send(1, torch.arange(3))
@@ -217,11 +219,11 @@ def drive(
 
 
 def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
-    """Return a half that does what another wants done in a way of its own.
+    """Return a half that handles another's steps in its own way.
 
     Args:
         half: the other.
-        around: from a step that it wants to a generator that takes it, by steps of its own, and returns the answer.
+        around: from a step of the other to a generator that handles it, by its own steps, and returns the answer.
 
     >>> def server():
     ...     return (yield Receive(1, torch.zeros(2)))
@@ -242,19 +244,19 @@ def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
 
 
 def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dict[Any, Any], Traffic]:
-    """Run all halves in this process, each until it waits for a message that is still to come.
+    """Run all halves in this process, each until it waits for a message that has not been sent yet.
 
-    Who waits for several senders goes on without those that have nothing more to say once nobody else can go on.
+    A node that waits for several senders continues without the silent ones once no other node can continue.
 
     Args:
         halves: by the nodes' names; the first is that of the server (or leader).
-        dropouts: whether the server may end while others wait for it, as those do that it has left out.
+        dropouts: whether the server may end while others wait for it, as nodes do that it has left out.
 
     Returns:
         The halves' results by name, and the bytes that their messages would take.
 
     Raises:
-        RuntimeError: all that are left wait for each other.
+        RuntimeError: all remaining nodes wait for each other.
     """
     hub, counted = next(iter(halves)), [0, 0]
     boxes: defaultdict[tuple[Name, Name], deque[Tree]] = defaultdict(deque)
@@ -294,12 +296,12 @@ def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dic
 
 
 def _taken(wanted: Receive, sender: Name, message: Tree) -> Tree:
-    """Return a message as the receiver wants it, which trees in one process are already."""
+    """Return a message in the receiver's form; trees in one process already have it."""
     return wanted.like(sender, message) if callable(wanted.like) else message
 
 
 def _advance(half: Half, message: Tree, send: Callable[[Send], None]) -> tuple[Receive | None, Any]:
-    """Run a half until it wants to receive (what, None) or is done (None, its result)."""
+    """Run a half until it waits to receive (request, None) or ends (None, its result)."""
     try:
         step = half.send(message)
         while isinstance(step, Send):

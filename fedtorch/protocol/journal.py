@@ -1,22 +1,22 @@
-"""A journal of what a node has finished of a protocol, so that all nodes can go on from a point that each of them has.
+"""Journal of a node's finished steps of a protocol, from which all nodes can resume at a common point.
 
-A protocol that is to outlive cuts and kills is a function of a journal that makes the node's half:
+A protocol that survives broken connections and kills is a function of a journal that makes the node's half:
 
     def half(journal):
         rows = yield from journal.once(Holder(identifiers, "clinic").following("leader"))
         party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
         yield from journal.through(partial(party_half, party), party, iterations)
 
-Whatever is trained is `Stateful`; a journal knows nothing else of it.
+Every trained object is `Stateful`; a journal uses no other interface of it.
 
-`once` and `through` pass points, at which the node's state is kept before anything else is said. A function that is
-called again makes everything anew; what lies before the point that it begins from is not done again but read. So the
-same messages follow as at first, and the numbers are those of a run that nothing disturbed, bit by bit. All messages
-belong within `once` and `through`, in the same order at every node.
+`once` and `through` pass points, at which the node's state is stored before any further message. A repeated call of the
+whole function reads stored results up to its starting point instead of recomputing them. The same messages therefore
+follow as in an undisturbed run, bit by bit. All messages must be within `once` and `through`, in the same order at
+every node.
 
-No node passes a point before all have passed the last one, since every party says something between them. So nodes are
-at most one point apart, and each keeps two. This is the rollback of a coordinated checkpoint, with the messages that
-training exchanges anyway for coordination.
+No node passes a point before all have passed the previous one, since every party sends something between them. So nodes
+are at most one point apart, and each stores two. This is the rollback of a coordinated checkpoint, with the messages of
+training as coordination.
 
 Source: Elnozahy, Alvisi, Wang, Johnson, "A survey of rollback-recovery protocols in message-passing systems", ACM
 Computing Surveys 34 (2002), section 3.
@@ -39,27 +39,27 @@ EVERY = 100  # steps between two points
 
 
 class Stateful(Protocol):
-    """A thing that changes, whose state is flat tensors and can be put back bit by bit."""
+    """An object whose state is flat tensors and can be restored bit by bit."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that changes, in memory of its own."""
+        """Return the changing state, copied."""
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from the result of `state_dict`."""
         ...
 
 
 class Journal:
-    """The points that a node has passed, and its state there.
+    """A node's finished points, and its state at each.
 
     Args:
-        folder: where states are kept, in a folder for every run; None keeps them in memory, where they survive cuts but
-            no kill.
+        folder: of states, with a subfolder for every run; None keeps them in memory, where they survive broken
+            connections but not the end of the process.
 
     Attributes:
         run: the identity of the run, in hexadecimal.
-        versions: of the node's state, by the number of steps and other work that was done.
+        versions: of the node's state, by the number of finished steps.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -67,15 +67,15 @@ class Journal:
         self.begin(FIRST)
 
     def enter(self, run: str) -> None:
-        """Go to the points of a run."""
+        """Open the stored points of a run."""
         if run != self.run:
             self.run, self.versions = run, Versions(None if self.folder is None else self.folder / run)
 
     def begin(self, point: int) -> None:
-        """Return to the beginning of the protocol, to go through it from a point on.
+        """Restart the protocol from its beginning, resuming at a stored point.
 
         Raises:
-            ValueError: the node's state there is not here.
+            ValueError: the node's state at that point is missing.
         """
         if point not in self.versions.numbers:
             raise ValueError(f"Expected one of the points {sorted(self.versions.numbers)}, but got {point}")
@@ -83,7 +83,7 @@ class Journal:
         self._from, self._before, self._at, self._part = point, point, FIRST, 0
 
     def once(self, half: Half) -> Half:
-        """Run a half whose result is a tensor, such as that of an alignment; where that is known, return it at once."""
+        """Run a half whose result is a tensor, such as that of an alignment; return a stored result at once."""
         name = self._next()
         if self._at < self._from:
             half.close()
@@ -100,13 +100,13 @@ class Journal:
         steps: Sequence[Any],
         every: int = EVERY,
     ) -> Half:
-        """Run a half of many steps, and keep the state that it changes after every so many of them.
+        """Run a half of many steps, and store its state after every few of them.
 
         Args:
             half: of some steps, such as `partial(party_half, node)`.
-            state: that it changes; at the beginning it need not be as it was, if it is in this process.
-            steps: all of them, the same at every node; the attribute `active` of a step, if it has one, says which
-                nodes take part in it.
+            state: the state that it changes; at the start it may differ from the stored one, if it is in this process.
+            steps: all of them, the same at every node; the attribute `active` of a step, if it has one, lists the nodes
+                that take part in it.
             every: steps between two points, the same at every node.
 
         Raises:
@@ -115,8 +115,8 @@ class Journal:
         _check_active(steps, every)
         prefix, done = f"{self._next()}.", max(0, min(self._from - self._at, len(steps)))
         self._at += done
-        if kept := below(prefix, self._flat):
-            state.load_state_dict(kept)
+        if saved := below(prefix, self._flat):
+            state.load_state_dict(saved)
         else:
             self._keep(0, prefix, state.state_dict())
         for start in range(done, len(steps), every):

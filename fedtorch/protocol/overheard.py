@@ -1,7 +1,7 @@
-"""What leaves each node in a conversation, field by field, as it follows from the messages that its half sends.
+"""Disclosed fields of each node in a conversation, derived from its half's messages.
 
-Of whom a field is, how exact, and what it tells at worst is declared beside the message's type by
-`fedtorch.learns.tells`; a message of another type reads "a client's exact values".
+Owner, exactness and worst inference of a field are declared with the message's type by `fedtorch.learns.tells`; a
+message without a declaration counts as "a client's exact values".
 
 >>> import torch
 >>> from fedtorch.protocol.halves import Receive, Send, together
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 
 def overheard(halves: Mapping[Any, Half], called: Mapping[Any, str], fields: list[Field]) -> dict[Any, Half]:
-    """Wrap the halves of a conversation, which do what they did, and note each field that leaves a node, once.
+    """Wrap the halves of a conversation to record each disclosed field of a node, once.
 
     Args:
         halves: by the nodes' names, for any driver.
-        called: what a disclosure calls them, such as "a party"; nodes of one word are one.
-        fields: to which they are added.
+        called: terms for the nodes in the disclosure, such as "a party"; nodes with the same term are merged.
+        fields: list to which they are added.
     """
 
-    def note(own: Name, step: Send | Receive) -> Half:
+    def note(sender: Name, step: Send | Receive) -> Half:
         if isinstance(step, Send):
-            fields.extend(field for field in _of(step, called[own], called[step.to]) if field not in fields)
+            fields.extend(field for field in _of(step, called[sender], called[step.to]) if field not in fields)
         return (yield step)
 
     return {name: wrapped(half, partial(note, name)) for name, half in halves.items()}
 
 
 def disclosure(halves: Mapping[Any, Half], called: Mapping[Any, str], brief: bool = False) -> pd.DataFrame:
-    """Run a conversation in this process and return what leaves its nodes, as `ft.Run.disclosure` does of a run.
+    """Run a conversation in this process and return its nodes' disclosed fields, as `ft.Run.disclosure` does for a run.
 
     Args:
         halves: by the nodes' names; the first is that of the server or leader.
-        called: what to call them; nodes of one word are one.
-        brief: whether fields that are alike have one row, which names the first of them in `fields`.
+        called: terms for the nodes; nodes with the same term are merged.
+        brief: whether similar fields share a row, with the first of them in `fields`.
 
     Example:
         >>> import fedtorch as ft

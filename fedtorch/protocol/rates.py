@@ -1,4 +1,4 @@
-"""Limit how often somebody may do something: token buckets, of each address and of all together, in bounded memory.
+"""Rate limits: token buckets for each address and for all addresses together, in bounded memory.
 
 >>> bucket = Bucket(Rate(2, per_second=0.5))
 >>> [bucket.take(1, now=seconds) for seconds in (0.0, 0.0, 0.0, 2.0)]
@@ -15,32 +15,32 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import unquote
 
-_MOST = 4096  # addresses that are remembered
+_MOST = 4096  # most addresses with a bucket of their own
 
 
 class Rate(NamedTuple):
-    """So many at once, and so many a second after that."""
+    """A rate limit: burst size, and tokens a second."""
 
     burst: float
     per_second: float
 
 
 class Bucket:
-    """Keep count of a rate, full at first.
+    """A token bucket, full at first.
 
     Args:
-        rate: of it.
+        rate: its rate limit.
 
     Attributes:
-        level: how many are left, at the time `at`.
-        at: seconds by any clock; one that goes back gives nothing.
+        level: tokens left at time `at`.
+        at: seconds of any clock; a clock that goes back adds no tokens.
     """
 
     def __init__(self, rate: Rate) -> None:
         self.rate, self.level, self.at = rate, rate.burst, 0.0
 
     def take(self, count: float, now: float) -> float:
-        """Take so many and return 0; or take none, and return the seconds after which there are so many."""
+        """Take `count` tokens and return 0; or take none and return the seconds until there are enough."""
         self.fill(now)
         if count > self.level:
             return (count - self.level) / self.rate.per_second
@@ -48,21 +48,21 @@ class Bucket:
         return 0.0
 
     def fill(self, now: float) -> None:
-        """Give what the time since the last call is worth."""
+        """Add the tokens of the time since the last call."""
         gained = max(now - self.at, 0.0) * self.rate.per_second
         self.level, self.at = min(self.level + gained, self.rate.burst), now
 
 
 class Gate:
-    """Attempts from addresses, of which some are refused.
+    """A gate that admits or refuses attempts by their address.
 
-    What one address has too much is not counted among all, so that it does not shut out the others. The addresses that
-    came last are remembered; whoever is forgotten begins anew, within the rate of all.
+    Refused attempts of one address do not count against the total, so that it does not shut out others. Only the most
+    recent addresses have a bucket; a forgotten address starts anew, within the total rate.
 
     Args:
-        each: the rate of one address; of IPv6 the first 64 bits, which are one customer's.
-        all: of all together.
-        clock: seconds.
+        each: rate limit of one address; IPv6 counts by networks of 64 bits, one customer each.
+        all: rate limit of all addresses together.
+        clock: returns seconds.
     """
 
     def __init__(self, each: Rate, all: Rate, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class Gate:
             peer: address and port, as gRPC writes it.
 
         Raises:
-            ConnectionRefusedError: there have been too many; says when to try again.
+            ConnectionRefusedError: too many attempts; the message gives the time to wait.
         """
         address = address_of(peer)
         with self._lock:
@@ -91,11 +91,11 @@ class Gate:
 
 
 def address_of(peer: str) -> str:
-    """Return the address of what gRPC calls a peer, without its port; of IPv6 its network of 64 bits."""
+    """Return the address of a gRPC peer without its port; for IPv6 its network of 64 bits."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
     try:
-        found = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return peer[:200]
-    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)

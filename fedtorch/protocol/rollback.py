@@ -1,9 +1,8 @@
-"""Going back to a common point: the server and its parties find the last point that all of them have, and begin there.
+"""Rollback to a common point: the server and its parties find the last point that all of them have stored.
 
-The server makes the run's identity, by which a party finds its own states again. Each party sends the points that it
-has, the server sends back the last one that all have, and at the end everybody says that everything is kept. Each
-function is one end of that, to be used between the two ends of a driver: `fedtorch.sites.vertical` has one over
-streams.
+The server makes the run's identity, by which a party finds its stored states. Each party sends its points, the server
+replies with the last common one, and at the end everybody confirms that all states are stored. Each function is one end
+of that, to be used between the two ends of a driver: `fedtorch.sites.vertical` has one over streams.
 
 >>> from fedtorch.protocol.halves import together
 >>> from fedtorch.protocol.journal import Journal
@@ -35,7 +34,7 @@ from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST
 from fedtorch.wire import PayloadError
 
-PROTOCOL = 1  # what is said may not be understood by another
+PROTOCOL = 1  # version of these messages
 _MOST = 1000  # points that a party may have
 
 
@@ -44,7 +43,7 @@ _NOTHING = Learns("nothing of rows: which run it is, and how far a node has come
 
 @tells(_NOTHING)
 class Entered(NamedTuple):
-    """Down: which run it is, and how nodes speak about it."""
+    """Message down: the run's identity and the protocol version."""
 
     run: Tensor  # (16,) uint8
     protocol: Tensor  # () int64
@@ -52,21 +51,21 @@ class Entered(NamedTuple):
 
 @tells(_NOTHING)
 class Held(NamedTuple):
-    """Up: the points of the run that a party can go on from."""
+    """Message up: the points of the run from which a party can resume."""
 
     points: Tensor  # (m,) int64
 
 
 @tells(_NOTHING)
 class From(NamedTuple):
-    """Down: the point from which all go on."""
+    """Message down: the point from which all resume."""
 
     point: Tensor  # () int64
 
 
 @tells(_NOTHING)
 class Done(NamedTuple):
-    """Up and down: that everything is kept."""
+    """Message up and down: all states are stored."""
 
     point: Tensor  # () int64
 
@@ -77,10 +76,10 @@ _FROM, _DONE = From(_NUMBER), Done(_NUMBER)
 
 
 def enter_run(journal: Journal, server: Name = 0) -> Half:
-    """Hear from the server which run it is, and go to the points of it, as a party.
+    """Receive the run's identity from the server, and open its points, as a party.
 
     Raises:
-        PayloadError: the server speaks another protocol.
+        PayloadError: the server has another protocol version.
     """
     entered = yield Receive(server, _ENTERED)
     if (protocol := int(entered.protocol)) != PROTOCOL:
@@ -92,7 +91,7 @@ def enter_run(journal: Journal, server: Name = 0) -> Half:
 
 
 def agree_with_server(journal: Journal, server: Name = 0) -> Half:
-    """Tell the server the points of this party, begin from the one that it names, and return that."""
+    """Send this party's points to the server, resume from its choice, and return that point."""
     yield Send(server, Held(torch.tensor(sorted(journal.versions.numbers))), rows=True)
     point = int((yield Receive(server, _FROM)).point)
     journal.begin(point)
@@ -100,7 +99,7 @@ def agree_with_server(journal: Journal, server: Name = 0) -> Half:
 
 
 def agree_with_parties(journal: Journal, parties: Sequence[Name]) -> Half:
-    """Begin from the last point that the server and all parties have, and return that."""
+    """Resume from the last point of the server and all parties, and return it."""
     run = torch.tensor(list(bytes.fromhex(journal.run)), dtype=torch.uint8)
     for name in parties:
         yield Send(name, Entered(run, torch.tensor(PROTOCOL)))
@@ -115,14 +114,14 @@ def agree_with_parties(journal: Journal, parties: Sequence[Name]) -> Half:
 
 
 def end_with_server(journal: Journal, server: Name = 0) -> Half:
-    """Say that this party has kept everything, and note that the run is over once the server says that all have."""
+    """Confirm that this party has stored everything; mark the run as over once the server confirms for all."""
     yield Send(server, _DONE)
     yield Receive(server, _DONE)
     journal.versions.finish()
 
 
 def end_with_parties(journal: Journal, parties: Sequence[Name]) -> Half:
-    """Wait until all parties have kept everything, note that the run is over, and only then say so."""
+    """Wait until all parties have stored everything, mark the run as over, and confirm."""
     for name in parties:
         yield Receive(name, _DONE)
     journal.versions.finish()

@@ -1,8 +1,8 @@
-"""A node's states as they were at moments that everybody may still go back to.
+"""A node's states at earlier moments to which a protocol may return.
 
-A version has a number: of the request whose answer it goes with at a site (`session`), of the point of the protocol at
-a party (`protocol.journal`). It is kept, on the disk where there is a folder, before anybody hears of it, so that
-wherever either side is killed the node has what the others count on.
+A version has a number: at a site that of the request (`session`), at a party that of the protocol's point
+(`protocol.journal`). It is stored, on disk if there is a folder, before any message about it, so that after a kill of
+either side the node has the state on which the others rely.
 
 >>> import tempfile, torch
 >>> from pathlib import Path
@@ -39,9 +39,9 @@ from torch import Tensor
 
 from fedtorch import _files as files, checkpoint
 
-FIRST = 0  # the version before anything was done
+FIRST = 0  # the initial version
 _BEGAN = "began.safetensors"
-_OVER = "over"  # the file that says that a run has ended
+_OVER = "over"  # the file that marks an ended run
 _RUN = re.compile(r"[0-9a-f]{32}")
 
 Flat = dict[str, Tensor]
@@ -51,8 +51,7 @@ class Versions:
     """The versions of one run.
 
     Args:
-        folder: where they are kept, of this run alone; None keeps them in memory, where a node that is killed loses
-            them.
+        folder: of this run alone; None keeps them in memory, where they end with the process.
 
     Attributes:
         over: whether the run has ended.
@@ -67,11 +66,11 @@ class Versions:
 
     @property
     def numbers(self) -> set[int]:
-        """Return the versions that are here; the first always is, for a node can begin anew."""
+        """Return the available versions; the first always is, because a node can start anew."""
         return {FIRST, *self._held, *self._on_disk()}
 
     def put(self, version: int, states: Flat) -> None:
-        """Keep a version; the run is not over. Raises OSError where it cannot be written."""
+        """Store a version; the run is not over. Raises OSError if it cannot be written."""
         if self.folder is not None and version != FIRST:
             checkpoint.write(self._path(version), states, private=True)
             if self.over:
@@ -80,28 +79,28 @@ class Versions:
         self._held[version] = states
 
     def finish(self) -> None:
-        """Note that the run is over, and that its states are not pending any more."""
+        """Mark the run as over, with no pending states."""
         self.over = True
         if self.folder is not None:
             files.replace(self.folder / _OVER, b"", private=True)
 
     def note_beginning(self, about: Flat) -> None:
-        """Keep what the run began with beside its versions, where there is a folder."""
+        """Store the run's start with its versions, if there is a folder."""
         if self.folder is not None:
             checkpoint.write(self.folder / _BEGAN, about, private=True)
 
     def beginning(self) -> Flat | None:
-        """Return what the run began with, None if it was not noted; raise ValueError where the file is damaged."""
+        """Return the run's start, None if it was not stored; raise ValueError for a damaged file."""
         return checkpoint.read(self.folder / _BEGAN) if self.folder and (self.folder / _BEGAN).exists() else None
 
     def get(self, version: int) -> Flat | None:
-        """Return a version, None if it is not here; raise ValueError where its file is damaged."""
+        """Return a version, None if it is missing; raise ValueError for a damaged file."""
         if version not in self._held and self.folder is not None and self._path(version).exists():
             self._held[version] = checkpoint.read(self._path(version))
         return self._held.get(version)
 
     def retain(self, versions: Collection[int]) -> None:
-        """Forget all but these and the first."""
+        """Delete all versions except these and the first."""
         for version in [v for v in self._held if v not in versions and v != FIRST]:
             del self._held[version]
         for version in self._on_disk().difference(versions):
@@ -123,17 +122,17 @@ class Versions:
 
 
 class Kept(NamedTuple):
-    """Describe the versions that a node keeps of a run."""
+    """A node's stored versions of a run."""
 
     run: str  # its identity
     over: bool  # whether it has ended; else its states are pending
-    days: float  # since it last changed
+    days: float  # since its last change
     bytes: int
 
 
 def runs(folder: Path | str) -> list[Kept]:
-    """Return the versions of each run in a folder of states, the run that has changed last at the end."""
-    found = []
+    """Return the versions of each run in a folder of states, the most recently changed run last."""
+    stored = []
     for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
         if _RUN.fullmatch(each.name) and each.is_dir():
             stats = [each.stat()]
@@ -141,17 +140,17 @@ def runs(folder: Path | str) -> list[Kept]:
                 with suppress(FileNotFoundError):  # the node is at work
                     stats.append(path.stat())
             days = (time.time() - max(stat.st_mtime for stat in stats)) / 86_400
-            found.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
-    return sorted(found, key=lambda kept: -kept.days)
+            stored.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
+    return sorted(stored, key=lambda kept: -kept.days)
 
 
 def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> list[Kept]:
-    """Delete runs that are over and have not changed for so many days; return them.
+    """Delete runs that are over and have not changed for this many days; return them.
 
     Args:
         folder: of states.
-        days: that a run is kept after its end.
-        abandoned: runs that are deleted although they have not ended: nobody can go on with them.
+        days: for which a run is kept after its end.
+        abandoned: runs to delete although they have not ended; they can then no longer be resumed.
 
     Raises:
         ValueError: no such run.
@@ -171,7 +170,7 @@ def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> l
 
 @contextmanager
 def alone_in(folder: Path | str | None) -> Iterator[None]:
-    """Make a folder of states, for this user alone, and keep other processes from it; None is no folder.
+    """Make a folder of states, for this user alone, and lock it; None is no folder.
 
     Raises:
         FileExistsError: another process does.

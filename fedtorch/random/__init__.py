@@ -1,8 +1,8 @@
 """Randomness as an argument: every draw is a pure function of a key.
 
 A *key* is an `int64` scalar tensor and stacked keys are `(K,)` or any shape, so that one call draws for all clients.
-`draws` makes numbers of keys, `philox` the words that they are made of, `entropy` what nobody may repeat: noise, masks
-and secrets of the operating system.
+`draws` turns keys into random numbers, `philox` into random words; `entropy` has unpredictable numbers of the operating
+system: noise, masks and secrets.
 
 >>> from fedtorch import random
 >>> clients = random.split(random.key(0), 3)

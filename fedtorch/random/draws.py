@@ -5,8 +5,8 @@ clients. Keys of rounds, clients and purposes come from one seed by `fold_in`. T
 counter-based generator in `fedtorch.random.philox`: the same on any device, stacked or one by one, and torch's global
 generator is neither read nor moved.
 
-Element i of a draw depends on (key, i) only: drawing more leaves the first elements as they are, so padding a
-client's data or stacking it with others changes nothing.
+Element i of a draw depends on (key, i) only: a longer draw has the same first elements, so padding a client's data or
+stacking it with others changes nothing.
 
 >>> import torch
 >>> from fedtorch import random
@@ -30,7 +30,7 @@ from torch import Tensor
 from fedtorch.random import philox
 from fedtorch.random.philox import check_key
 
-_MANY, _FEW = 2**14, 32  # of so many, at most the 32nd part is drawn one after the other
+_MANY, _FEW = 2**14, 32  # above the first number, at most the 32nd part is drawn one after the other
 
 
 def _check_real(dtype: torch.dtype) -> None:
@@ -38,14 +38,18 @@ def _check_real(dtype: torch.dtype) -> None:
         raise TypeError(f"Expected a floating-point dtype, but got {dtype}")
 
 
-def key(seed: int) -> Tensor:
-    """Return the key of a seed, shape `()`; its 64 bits are Philox's two key words.
+def key(seed: int | Sequence[int]) -> Tensor:
+    """Return the key of a seed, `()`, or one for each of several, `(B,)`; its 64 bits are Philox's two key words.
 
     Raises:
-        ValueError: the seed is not a 64-bit signed integer.
+        ValueError: a seed that is not a 64-bit signed integer, or none.
+
+    >>> key(3).shape, key([0, 1]).shape, key(range(3)).shape
+    (torch.Size([]), torch.Size([2]), torch.Size([3]))
     """
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"Expected a seed between -2**63 and 2**63 - 1, but got {seed}")
+    seeds = seed if isinstance(seed, Sequence) else [seed]
+    if not seeds or not all(-(2**63) <= one < 2**63 for one in seeds):
+        raise ValueError(f"Expected a seed between -2**63 and 2**63 - 1, or several, but got {seed}")
     return torch.tensor(seed, dtype=torch.int64)
 
 
@@ -137,7 +141,7 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = tor
 def gamma(
     key: Tensor, concentration: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    r"""Draw gamma numbers of a given shape parameter a and rate one, density x^{a−1} e^{−x} / Γ(a).
+    r"""Draw gamma numbers with shape parameter a and rate one, density x^{a−1} e^{−x} / Γ(a).
 
     With d = a − 1/3 and c = 1/√(9d), a standard normal x and a uniform u are accepted when
 
@@ -223,7 +227,7 @@ def beta(
 
 
 def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Draw coins that show true with a given probability, to a resolution of 2⁻³².
+    """Draw booleans with a given probability of True, to a resolution of 2⁻³².
 
     Args:
         key: `(...)`.
@@ -286,8 +290,8 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
 
     Args:
         key: `(...)`.
-        size: how many integers there are.
-        count: `(*key.shape)`, how many of them to permute; all by default.
+        size: number of integers.
+        count: `(*key.shape)`, how many of them to permute; default: all.
 
     Returns:
         `(*key.shape, size)`, int64.
@@ -300,9 +304,9 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
 
 
 def choice(key: Tensor, population: int, count: int) -> Tensor:
-    """Draw distinct integers from 0 to `population − 1`, every subset equally likely.
+    """Draw distinct integers from 0 to `population − 1`, every subset with equal probability.
 
-    A few of very many are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
+    For a few of very many they are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
 
     Returns:
         `(*key.shape, count)`, int64 in ascending order.

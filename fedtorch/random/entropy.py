@@ -38,26 +38,26 @@ _ZEROS = bytes(2**16)
 class Purpose(NamedTuple):
     """The purpose of a key; two purposes that differ anywhere have unrelated keys."""
 
-    run: bytes  # a name of the run that no other has
+    run: bytes  # unique name of the run
     round: int
-    attempt: int  # of the round, counted over everything that was ever tried
+    attempt: int  # attempts of the round, counted over the whole run
     phase: str
-    roster: bytes  # a digest of who takes part
+    roster: bytes  # digest of the participants
 
     def encoded(self) -> bytes:
-        """Return the fields, each behind its length, so that no two purposes read alike."""
+        """Return the fields, each prefixed by its length, so that different purposes encode differently."""
         numbers = [number.to_bytes(8, "big", signed=True) for number in (self.round, self.attempt)]
         fields = [self.run, *numbers, self.phase.encode(), self.roster]
         return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
 
 
 class Entropy:
-    """A secret, and the numbers that are made of it.
+    """A secret, and the random numbers derived from it.
 
-    Made by `from_system` and `from_seed`; neither shown nor saved.
+    Built by `from_system` and `from_seed`; neither shown nor saved.
 
     Attributes:
-        guarantees: whether nobody can compute the numbers.
+        guarantees: whether the numbers are unpredictable.
 
     Example:
         >>> entropy, purpose = from_seed(0), Purpose(b"run", round=3, attempt=0, phase="noise", roster=b"")
@@ -73,7 +73,7 @@ class Entropy:
         self.guarantees = guarantees
 
     def key(self, purpose: Purpose) -> bytes:
-        """Return 32 bytes for one purpose, to be used once."""
+        """Return a key of 32 bytes for one purpose, for one use."""
         if self.guarantees and self._process != os.getpid():  # a fork must not repeat its parent's numbers
             self._secret, self._process = secrets.token_bytes(32), os.getpid()
         return derived(self._secret, purpose)
@@ -94,18 +94,18 @@ class Entropy:
 
 
 def expanded(key: bytes, count: int) -> Tensor:
-    """Return `(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
+    """Return `(count,)` int64 words of the AES-256 counter-mode keystream of a one-use key of 32 bytes."""
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    words = torch.empty(count + 2, dtype=torch.int64)  # with room for a block beyond
+    words = torch.empty(count + 2, dtype=torch.int64)  # room for one more block
     view, size = words.view(torch.uint8).numpy().data, 8 * count
-    for start in range(0, size, len(_ZEROS)):  # in pieces that stay in the cache
+    for start in range(0, size, len(_ZEROS)):  # in pieces that fit the cache
         part = min(len(_ZEROS), size - start)
         stream.update_into(_ZEROS[:part], view[start : start + part + 15])
     return words[:count]
 
 
 def derived(secret: bytes, purpose: Purpose) -> bytes:
-    """Return 32 bytes for one purpose, by HKDF-SHA256.
+    """Derive 32 bytes for one purpose by HKDF-SHA256.
 
     >>> purpose = Purpose(b"run", round=0, attempt=0, phase="mask", roster=b"")
     >>> one, same, other = (derived(bytes(32), each) for each in (purpose, purpose, purpose._replace(round=1)))
@@ -116,12 +116,12 @@ def derived(secret: bytes, purpose: Purpose) -> bytes:
 
 
 def from_system() -> Entropy:
-    """Return entropy of the operating system, with a secret of its own."""
+    """Return entropy of the operating system, with a fresh secret."""
     return Entropy(secrets.token_bytes(32), guarantees=True)
 
 
 def from_seed(seed: int) -> Entropy:
-    """Return reproducible numbers for simulations: whoever knows the seed can subtract them, so nothing is private.
+    """Return reproducible numbers for simulations; whoever knows the seed can subtract them, so nothing is private.
 
     Args:
         seed: a whole number of 64 bits.

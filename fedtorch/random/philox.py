@@ -1,10 +1,10 @@
-r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
+r"""Numbers from keys: Philox-4x32-10 words and their transformations, in one pass.
 
 The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. Programs, in
 Triton for a CUDA device and by numba for the CPU, make a block of four words a lane in registers and write numbers
 only; words, integers, coins and uniform numbers are the same bits, normal, exponential and gamma numbers the same
-float64 formulas, equal to the last bit or two. A gamma number's lane proposes until one is accepted, so that nothing
-waits for the host.
+float64 formulas, equal up to the last bit or two. A gamma number's lane proposes until one is accepted, without waiting
+for the host.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
 "A simple method for generating gamma variables", ACM TOMS 26, 2000. Bound: integer arithmetic, about a hundred
@@ -48,12 +48,12 @@ WORD = 0xFFFFFFFF
 
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
-# Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
+# Small draws cost as much as a call of torch, and scalar tensors avoid wrapping numbers.
 _CLEAR = torch.tensor(WORD, device="cpu")
 _HALF = torch.tensor(32, device="cpu")
 _FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57  # factors of words 0 and 2
 _MULTIPLIERS = torch.tensor(_FIRST, device="cpu"), torch.tensor(_SECOND, device="cpu")
-_SHORT = 64  # times as many keys as blocks of each
+_SHORT = 64  # ratio of keys to blocks per key
 _LOWER, _UPPER, _FACTORS = numpy.uint64(WORD), numpy.uint64(32), numpy.array((_SECOND, _FIRST), numpy.uint64)
 _STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
@@ -77,7 +77,7 @@ def philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor
     padded = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)
     rounds = torch.arange(_ROUNDS, device=key.device, dtype=torch.int64).reshape(-1, *(1,) * len(shape))
     round_keys = torch.stack((padded + rounds * _WEYL[0], (padded >> _HALF) + rounds * _WEYL[1]), 1)
-    # Only multiplication needs words without their upper half, so that is cleared once a round.
+    # Only multiplication needs words with a cleared upper half, so that is cleared once a round.
     for round_key in round_keys.unbind():
         torch.mul(words[1], _MULTIPLIERS[1], out=spare_low[0])
         torch.mul(words[0], _MULTIPLIERS[0], out=spare_low[1])
@@ -92,7 +92,8 @@ def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor,
     words = [word.numpy().view(numpy.uint64) if isinstance(word, Tensor) else numpy.uint64(word) for word in counter]
     whole = key.numpy().view(numpy.uint64)
     shape = numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))
-    turned = len(shape) == 2 and _SHORT * shape[1] <= shape[0]  # longer loops over keys than over their blocks
+    # the loop over keys is longer than that over their blocks
+    turned = len(shape) == 2 and _SHORT * shape[1] <= shape[0]
     even = numpy.empty((2, *(reversed(shape) if turned else shape)), numpy.uint64)
     even = even.swapaxes(1, 2) if turned else even
     odd, spare, swapped = numpy.empty_like(even), numpy.empty_like(even), even[::-1]
@@ -118,7 +119,7 @@ def block_words(key: Tensor, block: Tensor, attempt: int, purpose: int) -> Tenso
 
 
 def folded_singly(key: Tensor, data: Tensor | int) -> Tensor:
-    """Return `folded` of few keys by Python's own integers, which for them take a fifth of what arrays do."""
+    """Return `folded` of few keys by Python integers, five times as fast as arrays for them."""
     if isinstance(data, int):
         shape, keys, numbers = key.shape, key.reshape(-1).tolist(), [data] * key.numel()
     else:
@@ -138,10 +139,10 @@ def _folded_number(key: int, number: int) -> int:
     return ((b ^ 2**31) << 32 | a) - 2**63  # as a signed number
 
 
-BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
-_BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
+BLOCK = 2**16  # words drawn at a time, so that temporaries fit a cache of a megabyte
+_BOOST = WORD  # attempt whose words transform a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
-_SINGLY = 8  # new keys at most that are made one after the other
+_SINGLY = 8  # most new keys that are made one after the other
 
 
 def bits(key: Tensor, count: int) -> Tensor:
@@ -250,7 +251,7 @@ def _words_at(key: Tensor, elements: Tensor, words: int) -> Tensor:
 def _fill(
     key: Tensor, shape: Sequence[int], dtype: torch.dtype, words: int, convert: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Draw `(*key.shape, *shape)` in blocks; `convert` turns `words` words an element into elements."""
+    """Draw `(*key.shape, *shape)` in blocks; `convert` turns `words` words per element into elements."""
     check_key(key)
     count = math.prod(shape)
     step = max(BLOCK // max(key.numel(), 1) // 8, 1) * 8
@@ -307,7 +308,7 @@ def _drawn(
     argument: int = 0,
     elements: Tensor | None = None,
 ) -> Tensor:
-    """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element.
+    """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words per element.
 
     The argument is the threshold of coins, or the digits of uniform numbers. Elements are numbers below 2⁶³.
     """

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedtorch import _files as files, wire
+from fedtorch._lazy import only
 from fedtorch.protocol.rates import Gate, Rate
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.certificates import check_name
@@ -53,6 +54,7 @@ from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.streams.idle import IdleConnections
 
 __all__ = ["EnrolmentServer", "Token", "enrol", "invite"]
+__dir__ = only(__all__)
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"

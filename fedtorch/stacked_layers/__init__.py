@@ -1,8 +1,8 @@
-"""Operations that `torch.vmap` cannot batch, batches wrongly or evaluates one client at a time, replaced in our steps.
+"""Replacements of operations that `torch.vmap` cannot batch, batches wrongly or evaluates one client at a time.
 
-`StackedOperations` is a mode around `vmap`. While it is entered, calls of these operations are replaced, whoever makes
-them: layers of `torch.nn`, subclasses of them, or functions. Outside of the mode torch is as it was: no rule is
-registered with `torch.vmap`, and no object of the user is changed.
+`StackedOperations` is a mode around `vmap`. Inside it, all calls of these operations are replaced: in layers of
+`torch.nn`, subclasses of them, or functions. Outside of the mode torch is unchanged: no rule is registered with
+`torch.vmap`, and no object of the user is modified.
 
 >>> import torch
 >>> net = torch.nn.GRU(3, 4, batch_first=True)

@@ -1,6 +1,7 @@
-"""Attention of all clients by one call of the CPU's fused kernel, which `torch.vmap` calls client by client.
+"""Attention of all clients in one call of the CPU's fused kernel; `torch.vmap` would call it client by client.
 
-Elsewhere, and with dropout, grouped queries or a mask that is trained, attention goes by products and a softmax.
+On other devices, and with dropout, grouped queries or a trained mask, attention is computed by matrix products and a
+softmax.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedtorch.stacked_layers._transforms import belongs_to_clients, differentiat
 
 aten = torch.ops.aten
 _FUSED = (torch.float32, torch.float64)
-_VECTOR = 16  # numbers of float32 in a register
+_VECTOR = 16  # float32 numbers in a vector register
 
 
 def _attend(
@@ -30,7 +31,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what `torch.nn.functional.scaled_dot_product_attention` does."""
+    """Compute `torch.nn.functional.scaled_dot_product_attention`."""
     if not any(map(belongs_to_clients, (query, key, value, attn_mask))):
         attend = F.scaled_dot_product_attention
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -50,7 +51,7 @@ def _attend(
 def _with_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None
 ) -> Tensor:
-    """Return attention some of whose shares are left out, by the dropout that a `torch.vmap` in another can draw."""
+    """Compute attention with dropout, drawn in a way that nested `torch.vmap` supports."""
     scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask
@@ -62,7 +63,7 @@ def _with_dropout(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the fused kernel takes these tensors."""
+    """Return whether the fused kernel supports these tensors."""
     if differentiated() or query.ndim != 4 or query.device.type != "cpu" or query.dtype not in _FUSED:
         return False
     if key.shape != value.shape or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
@@ -73,7 +74,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
 
 
 def _trained(mask: Tensor) -> bool:
-    """Return whether a mask has a gradient, which the fused kernel does not give."""
+    """Return whether the mask needs a gradient, which the fused kernel does not compute."""
     return mask.requires_grad or inside(mask).requires_grad
 
 
@@ -81,21 +82,21 @@ def _trained(mask: Tensor) -> bool:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `(N, H, L, D)` of a mask that broadcasts with `(N, H, L, S)`, and what the backward pass takes.
+    """Return outputs `(N, H, L, D)` for a mask that broadcasts with `(N, H, L, S)`, and the saved tensor for backward.
 
-    That are the shares `(N, H, L, S)` of short sequences, and else logarithms of their sums `(N, H, L)`.
+    The saved tensor is the attention weights `(N, H, L, S)` of short sequences, else the log-sum-exp `(N, H, L)`.
     """
     if not _short(q, k):
         fused = aten._scaled_dot_product_flash_attention_for_cpu
-        outputs, kept = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
-        return outputs, kept
+        outputs, saved = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return outputs, saved
     scores = _heads(q) @ _heads(k).mT
     scores = scores.mul_(scale).unflatten(0, q.shape[:2])
     if mask is not None:
         scores.add_(mask)
     if causal:
         scores.masked_fill_(scores.new_ones(scores.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
-    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # of a row that sees nothing
+    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # of a fully masked row
     shares = scores.sub_(largest).exp_()
     shares.div_(shares.sum(-1, keepdim=True).clamp_(min=1))
     return (shares.flatten(0, 1) @ _heads(v)).unflatten(0, q.shape[:2]), shares
@@ -108,7 +109,7 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    kept: Tensor,
+    saved: Tensor,
     mask: Tensor | None,
     causal: bool,
     scale: float,
@@ -116,9 +117,9 @@ def _attention_backward(
     """Return the gradients of q, k and v."""
     if not _short(q, k):
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        d_q, d_k, d_v = back(d_out, q, k, v, out, kept, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        d_q, d_k, d_v = back(d_out, q, k, v, out, saved, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
         return d_q, d_k, d_v
-    given, shares = _heads(d_out), kept.flatten(0, 1)
+    given, shares = _heads(d_out), saved.flatten(0, 1)
     d_scores = (given @ _heads(v).mT).sub_((given * _heads(out)).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
     gradients = d_scores @ _heads(k), d_scores.mT @ _heads(q), shares.mT @ given
     d_q, d_k, d_v = (each.unflatten(0, q.shape[:2]) for each in gradients)
@@ -126,13 +127,13 @@ def _attention_backward(
 
 
 def _short(q: Tensor, k: Tensor) -> bool:
-    """Return whether sequences are shorter than what the fused kernel computes at a time."""
+    """Return whether sequences are shorter than the fused kernel's block size."""
     return max(q.shape[2], k.shape[2]) < _VECTOR
 
 
 def _heads(tensor: Tensor) -> Tensor:
-    """Return `(N, H, L, D)` as `(N · H, L, D)`."""
-    return tensor.flatten(0, 1).contiguous()  # gradients that are expanded would be multiplied number by number
+    """Reshape `(N, H, L, D)` to `(N · H, L, D)`."""
+    return tensor.flatten(0, 1).contiguous()  # expanded gradients would be multiplied element by element
 
 
 def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -147,18 +148,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, kept = ctx.saved_tensors
+    q, k, v, mask, out, saved = ctx.saved_tensors
     if d_out is None:
         return (None,) * 6
-    if torch.is_grad_enabled():  # the gradient of this gradient may be asked for, which the kernel does not have
+    if torch.is_grad_enabled():  # the kernel has no double backward
         causal, scale = ctx.settings
         by_parts = lambda *each: aten._scaled_dot_product_attention_math(*each, mask, 0.0, causal, scale=scale)[0]
         return *torch.func.vjp(by_parts, q, k, v)[1](d_out), None, None, None
-    return *_attention_backward(d_out, q, k, v, out, kept, mask, *ctx.settings), None, None, None
+    return *_attention_backward(d_out, q, k, v, out, saved, mask, *ctx.settings), None, None, None
 
 
 def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-    """Return the results of an operation under `torch.vmap`, whose batch is that of all clients."""
+    """Apply an operation under `torch.vmap`, with clients and batch flattened into one batch."""
     size, batch = info.batch_size, arguments[0].shape[0 if dims[0] else 1] if dims[0] is not None else len(arguments[0])
 
     def joined(value: Any, dim: int | None) -> Any:
@@ -177,9 +178,9 @@ for _operation in (_attention, _attention_backward):
 
 
 def in_projection(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
-    """Return the projections of `torch.nn.functional.multi_head_attention_forward`, each by a product of its own.
+    """Compute the projections of `torch.nn.functional.multi_head_attention_forward`, each by its own product.
 
-    Torch makes one product where all three are the same, and then copies it, and back, in parts.
+    For equal inputs torch makes one product, and then copies its parts there and back.
     """
     functions: Any = F
     if not (q is k is v):

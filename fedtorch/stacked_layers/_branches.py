@@ -1,8 +1,8 @@
 """Code that branches on values (`if mask.all():`) under `torch.vmap`, for which a tensor of all clients has none.
 
-Where all clients have the same value they take the same branch, together. Where they have not, they are divided into
-groups that have, and each group is evaluated alone: every client takes the branch that it would have taken by itself.
-Values of floating-point tensors are refused as torch refuses them, for hardly two clients have the same.
+If all clients have the same value they take the same branch, together. Otherwise they are divided into groups of equal
+values, and each group is evaluated separately: every client takes its own branch. Values of floating-point tensors are
+refused as by torch, because hardly two clients have the same.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def by_branches(evaluate: Callable[[Tensor | None], T], join: Callable[[list[T],
     """Evaluate all clients together, or group by group of those that take the same branches.
 
     Args:
-        evaluate: clients `(n,)`, None for all -> what comes of them.
-        join: what comes of the groups, one after the other, and where each client is among them -> that of all.
+        evaluate: clients `(n,)`, None for all -> their results.
+        join: results of the groups, one after the other, and each client's position among them -> that of all.
 
     Example:
         >>> from fedtorch.stacked_layers import StackedOperations
@@ -65,7 +65,7 @@ def _evaluate(at: Tensor | None, evaluate: Callable[..., T], join: Callable[[lis
 
 
 def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a function reads of a tensor, if all clients agree on it."""
+    """Return the value that a function reads from a tensor, if all clients agree on it."""
     values = _values(func, args)
     if values is None:
         return func(*args, **kwargs)
@@ -74,7 +74,7 @@ def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _values(func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """Return each client's value `(K, ...)` of what is read; None if it is no tensor of clients, or of floats."""
+    """Return each client's value `(K, ...)` of the read tensor; None if it is not a tensor of clients, or of floats."""
     if func in _PAIRS:
         first, second = args
         if first.shape != second.shape or not (_wrapped(first) or _wrapped(second)):
@@ -95,7 +95,7 @@ def _wrapped(tensor: Tensor) -> bool:
 
 
 def _clients(tensor: Tensor) -> Tensor | None:
-    """Return what stands behind a tensor under one `vmap`, the clients in front; None without, or under several."""
+    """Return the tensor below one `vmap`, the clients in front; None without, or under several."""
     maps = torch._C._functorch
     if not maps.is_batchedtensor(tensor):
         return None

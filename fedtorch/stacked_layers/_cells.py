@@ -1,12 +1,12 @@
 """Recurrent cells of many clients over whole sequences, with their derivatives through time written out.
 
-A step multiplies the states of all clients with their weights in one product. Going back, the derivatives of the gates
-are made for all steps at once, so that a step of the backward pass is a product and a few sums; the gradients of the
-weights are one product over all steps. Each pass is one operation to torch: modes that intercept operations, such as
-`KeyedRandomness`, and captured steps see nothing of its steps. Under `torch.vmap` the operations take what is mapped
-over as more clients, or, where the weights are not mapped over, as more sequences.
+A step multiplies the states of all clients by their weights in one product. In the backward pass, the derivatives of
+the gates are computed for all steps at once, so that a step is a product and a few sums; the gradients of the weights
+are one product over all steps. Each pass is one operation to torch: modes that intercept operations, such as
+`KeyedRandomness`, and captured steps do not see its steps. Under `torch.vmap` the mapped dimension becomes further
+clients, or, if the weights are not mapped over, further sequences.
 
-Shapes of the operations: states `(K, B, H)`, what the inputs add to the gates `(K, T, B, GH)`, weights `(K, GH, H)`,
+Shapes of the operations: states `(K, B, H)`, the inputs' part of the gates `(K, T, B, GH)`, weights `(K, GH, H)`,
 biases `(K, GH)`, for `K` clients, `T` steps, `B` sequences and `G` gates in torch's order.
 """
 
@@ -25,7 +25,7 @@ from fedtorch.stacked_layers._transforms import differentiated
 
 # (inputs `(T, B, I)`, states before, w_ih, w_hh, b_ih, b_hh) -> (outputs `(T, B, H)`, states after...)
 Cell = Callable[..., Sequence[Tensor]]
-_CACHED = 5 * 2**18  # bytes of weights, about what a core's second cache holds
+_CACHED = 5 * 2**18  # bytes of weights, about the size of a core's second-level cache
 
 
 def gru(
@@ -76,17 +76,17 @@ def rnn(
 
 
 def projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what inputs `(T, B, I)` add to the gates of all steps, `(T, B, GH)`."""
+    """Return the inputs' `(T, B, I)` part of the gates of all steps, `(T, B, GH)`."""
     return F.linear(inputs, weight, bias).to(weight.dtype)
 
 
 def _one(*tensors: Tensor) -> Iterator[Tensor]:
-    """Return the tensors as those of one client `(1, ...)`; `torch.vmap` makes more of it."""
+    """Return the tensors as those of one client `(1, ...)`; `torch.vmap` adds more."""
     return (tensor.unsqueeze(0) for tensor in tensors)
 
 
 def _gru_by_parts(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
-    """Return the outputs of `_gru` by operations that are differentiable as often as one likes."""
+    """Return the outputs of `_gru` by differentiable operations, for higher derivatives."""
     outputs = []
     for add in added.unbind(1):
         (resets, updates, news), product = add.chunk(3, -1), h @ w.mT + bias.unsqueeze(1)
@@ -98,7 +98,7 @@ def _gru_by_parts(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Te
 
 
 def _lstm_by_parts(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs and cells of `_lstm` by operations that are differentiable as often as one likes."""
+    """Return the outputs and cells of `_lstm` by differentiable operations, for higher derivatives."""
     outputs, cells = [], []
     for add in added.unbind(1):
         write, keep, new, show = (add + h @ w.mT).chunk(4, -1)
@@ -110,7 +110,7 @@ def _lstm_by_parts(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tens
 
 
 def _rnn_by_parts(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
-    """Return what `_rnn` does by operations that are differentiable as often as one likes."""
+    """Return the outputs of `_rnn` by differentiable operations, for higher derivatives."""
     outputs = []
     for add in added.unbind(1):
         h = add + h @ w.mT
@@ -120,7 +120,7 @@ def _rnn_by_parts(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
 
 
 def _in_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run steps on so many clients at a time that a processor's cache holds their weights `w` from step to step."""
+    """Run steps on as many clients at a time as a processor's cache can store weights `w` of."""
     place = list(inspect.signature(function).parameters).index("w")
 
     @wraps(function)
@@ -142,16 +142,16 @@ def _in_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
 @torch.library.custom_op("fedtorch::gru", mutates_args=())
 @_in_blocks
 def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (outputs, gates, what the reset gate multiplies)."""
+    """Return (outputs, gates, inputs of the reset gate's product)."""
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, hidden = (added.new_empty(*added.shape[:-1], size) for _ in range(2))
     before = h
-    for add, gate, kept, after in _steps(added, gates, hidden, outputs):
+    for add, gate, candidate, after in _steps(added, gates, hidden, outputs):
         product = torch.baddbmm(bias[:, None], before, w.mT)
         decisions, new = gate.split((2 * size, size), -1)
         torch.add(add[..., : 2 * size], product[..., : 2 * size], out=decisions).sigmoid_()
-        kept.copy_(product[..., 2 * size :])
-        torch.addcmul(add[..., 2 * size :], decisions[..., :size], kept, out=new)
+        candidate.copy_(product[..., 2 * size :])
+        torch.addcmul(add[..., 2 * size :], decisions[..., :size], candidate, out=new)
         _tanh(new, new)
         before = torch.lerp(new, before, decisions[..., size:], out=after)
     return outputs, gates, hidden
@@ -162,7 +162,7 @@ def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 def _gru_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of what `_gru` takes."""
+    """Return the gradients of the arguments of `_gru`."""
     size, before = h.shape[-1], _shifted(h, outputs)
     reset, update, new = gates.split(size, -1)
     slope = (1 - new.square()).mul_(1 - update)
@@ -211,7 +211,7 @@ def _lstm_backward(
     gates: Tensor,
     squashed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of what `_lstm` takes; cells without one of their own have none."""
+    """Return the gradients of the arguments of `_lstm`; None for cells without gradient."""
     size, d_cells = h.shape[-1], torch.zeros_like(cells) if d_cells is None else d_cells
     write, keep, new, show = gates.split(size, -1)
     d_gates = torch.empty_like(gates)  # first the derivatives of cells and states, then those of the loss
@@ -248,7 +248,7 @@ def _rnn(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
 def _rnn_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, relu: bool, outputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of what `_rnn` takes."""
+    """Return the gradients of the arguments of `_rnn`."""
     d_gates = (outputs > 0).to(outputs.dtype) if relu else 1 - outputs.square()
     d_h = torch.zeros_like(h)
     for d_output, d_gate in _steps(d_outputs, d_gates, back=True):
@@ -258,7 +258,7 @@ def _rnn_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save what an operation takes and gives."""
+    """Save an operation's inputs and outputs."""
     ctx.set_materialize_grads(False)
     results = output if isinstance(output, tuple) else (output,)
     tensors = [value for value in inputs if isinstance(value, Tensor)]
@@ -288,13 +288,13 @@ def _rnn_gradients(ctx: Any, d_outputs: Tensor | None) -> tuple[Tensor | None, .
 
 
 def _again(ctx: Any, by_parts: Callable[..., tuple[Tensor, ...]], *gradients: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that are differentiable themselves, since the gradient of a gradient may be asked for."""
+    """Return gradients that are differentiable themselves, for the gradient of a gradient."""
     tensors = ctx.saved_tensors[: ctx.count]
     asked = [tensor for tensor, needed in zip(tensors, ctx.needs_input_grad) if needed]
     results = by_parts(*tensors, *ctx.plain)
     given = [_or_zeros(gradient, result) for gradient, result in zip(gradients, results)]
-    found = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(
+    results_again = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
+    return *(next(results_again) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(
         None for _ in ctx.plain
     )
 
@@ -303,7 +303,7 @@ _gru.register_autograd(_gru_gradients, setup_context=_keep)
 _lstm.register_autograd(_lstm_gradients, setup_context=_keep)
 _rnn.register_autograd(_rnn_gradients, setup_context=_keep)
 
-# Where an operation's tensors have the sequences: a dimension, or None for weights, biases and whatever is no tensor.
+# Dimension of the sequences in an operation's tensors; None for weights, biases and other arguments.
 _ADDED, _STATE = 2, 1
 _SEQUENCES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
     _gru: ((_ADDED, _STATE, None, None), (_ADDED, _ADDED, _ADDED)),
@@ -316,9 +316,9 @@ _SEQUENCES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
 
 
 def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
-    """Return the results of an operation under `torch.vmap`, and where they have what is mapped over.
+    """Return the results of an operation under `torch.vmap`, and their mapped dimensions.
 
-    The gradient of weights is the sum over sequences, so that a mapped backward pass takes them as those of clients.
+    The gradient of weights is the sum over sequences, so a mapped backward pass treats them as clients.
     """
     inputs, outputs = _SEQUENCES[operation]
     shared = all(dim is None for dim, place in zip(dims, inputs) if place is None) and None not in outputs
@@ -343,7 +343,7 @@ for _operation in _SEQUENCES:
 
 
 def _tanh(values: Tensor, out: Tensor) -> Tensor:
-    """The tanh by way of the sigmoid, which torch evaluates ten times as fast; it rounds as a number near one."""
+    """Compute tanh by the sigmoid, which torch evaluates ten times as fast; rounding is that of a number near one."""
     return torch.mul(values, 2, out=out).sigmoid_().mul_(2).sub_(1)
 
 

@@ -1,6 +1,6 @@
-"""Embeddings whose padding has no gradient at any client, and bags of embeddings by their parts.
+"""Embeddings whose padding has no gradient at any client, and bags of embeddings by basic operations.
 
-The rule of `torch.vmap` for the derivative of an embedding honours `padding_idx` for the first client only.
+`torch.vmap`'s rule for the derivative of an embedding respects `padding_idx` for the first client only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SUM, _MEAN, _MAX = range(3)  # the modes of torch's bags
 def _embedding(
     weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
-    """Return what `torch.embedding` does."""
+    """Compute `torch.embedding`."""
     rows = torch.embedding(weight, indices, -1, scale_grad_by_freq, sparse)
     if padding_idx == -1 or not torch.is_grad_enabled():
         return rows
@@ -35,7 +35,7 @@ def _bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, None, None, None]:
-    """Return the bags `(B, D)` of `torch.embedding_bag`, and nothing in place of what its derivative needs."""
+    """Return the bags `(B, D)` of `torch.embedding_bag`, with empty tensors in place of its derivative's inputs."""
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     if include_last_offset:
@@ -50,12 +50,12 @@ def _bag(
             return rows.new_zeros(count, rows.shape[1]), None, None, None
         largest = torch.where(member.unsqueeze(-1), rows, -torch.inf).max(1).values
         return torch.where(member.any(1, keepdim=True), largest, 0.0), None, None, None
-    kept = torch.where(there.unsqueeze(-1), rows, 0.0)
+    weighted = torch.where(there.unsqueeze(-1), rows, 0.0)
     if per_sample_weights is not None:
-        kept = kept * per_sample_weights.unsqueeze(-1)
-    sums = torch.zeros(count, rows.shape[1], dtype=kept.dtype, device=kept.device).index_add(0, bag, kept)
+        weighted = weighted * per_sample_weights.unsqueeze(-1)
+    sums = torch.zeros(count, rows.shape[1], dtype=weighted.dtype, device=weighted.device).index_add(0, bag, weighted)
     if mode == _MEAN:
-        sizes = torch.zeros(count, dtype=torch.int64, device=kept.device).index_add(0, bag, there.long())
+        sizes = torch.zeros(count, dtype=torch.int64, device=weighted.device).index_add(0, bag, there.long())
         sums = sums / sizes.clamp(min=1).unsqueeze(-1)
     return sums, None, None, None
 

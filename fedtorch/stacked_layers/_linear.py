@@ -1,8 +1,8 @@
-"""Linear layers of many clients: one product for all, with gradients that lie in memory as the weights do.
+"""Linear layers of many clients: one product for all, with gradients in the memory order of the weights.
 
-By its parts `torch.vmap` differentiates transposed weights, and an optimiser has to turn the gradients, which takes as
-long as the products where layers are wide. It also copies a client's weights for every index of further dimensions of
-the rows, where these are not in order in memory.
+With `torch.vmap`'s decomposition, gradients are those of transposed weights, and an optimiser has to transpose them,
+which takes as long as the products for wide layers. It also copies a client's weights for every index of further
+dimensions of the rows, if these are not contiguous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, ove
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does."""
+    """Compute `torch.nn.functional.linear`."""
     matrices = input.dim() > 0 and weight.dim() == 2 and not torch.is_autocast_enabled(weight.device.type)
     if matrices and belongs_to_clients(weight) and over_clients():
         return outside(_of_clients, input, weight, bias)

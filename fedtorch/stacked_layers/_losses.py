@@ -1,4 +1,4 @@
-"""Losses that `torch.vmap` refuses or evaluates one client at a time, by their parts."""
+"""Losses that `torch.vmap` refuses or evaluates one client at a time, by basic operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Return what `torch.nn.functional.cross_entropy` does."""
+    """Compute `torch.nn.functional.cross_entropy`."""
     labels = _labels(target)
     settings: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     named = reduction in ("mean", "sum", "none") and size_average is None and reduce is None
@@ -61,12 +61,12 @@ def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Ten
 
 
 def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what `torch.nn.functional.nll_loss` does."""
+    """Compute `torch.nn.functional.nll_loss`."""
     return F.nll_loss(input, _labels(target), *args, **kwargs)
 
 
 def _labels(target: Tensor) -> Tensor:
-    """Return classes as torch takes them of one client: int64 or uint8.
+    """Convert classes to torch's dtypes for one client: int64 or uint8.
 
     Raises:
         RuntimeError: they are of another integer dtype.
@@ -79,14 +79,14 @@ def _labels(target: Tensor) -> Tensor:
 
 
 def _soft_margin_loss(input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """Return what `torch.nn.functional.soft_margin_loss` does."""
+    """Compute `torch.nn.functional.soft_margin_loss`."""
     return _reduced((-target * input).exp().log1p(), reduction)
 
 
 def _multi_margin_loss(
     input: Tensor, target: Tensor, p: int = 1, margin: float = 1.0, weight: Tensor | None = None, reduction: int = 1
 ) -> Tensor:
-    """Return what `torch.nn.functional.multi_margin_loss` does, of scores `(N, C)` or `(C,)`."""
+    """Compute `torch.nn.functional.multi_margin_loss` of scores `(N, C)` or `(C,)`."""
     wanted = input.gather(-1, target.unsqueeze(-1))
     hinges = (margin - wanted + input).clamp(min=0) ** p
     if weight is not None:
@@ -96,7 +96,7 @@ def _multi_margin_loss(
 
 
 def _multilabel_margin_loss(input: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
-    """Return what `torch.nn.functional.multilabel_margin_loss` does; classes end at the first -1."""
+    """Compute `torch.nn.functional.multilabel_margin_loss`; classes end at the first -1."""
     named = (target >= 0).long().cumprod(-1)
     at = torch.where(named.bool(), target, 0)
     wanted = torch.zeros_like(target).scatter_add(-1, at, named) > 0
@@ -106,7 +106,7 @@ def _multilabel_margin_loss(input: Tensor, target: Tensor, reduction: int = 1) -
 
 
 def _reduced(losses: Tensor, reduction: int) -> Tensor:
-    """Return the losses, their mean or their sum, by torch's number of a reduction."""
+    """Reduce losses by torch's number of a reduction."""
     return losses.mean() if reduction == 1 else losses.sum() if reduction == 2 else losses
 
 

@@ -1,4 +1,4 @@
-"""The mode in which operations of torch are replaced where they are called."""
+"""A torch function mode that replaces operations by versions for stacked clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedtorch.stacked_layers import _branches, _linear
 
-# By module of this folder, which is imported when the first of these functions is called, what its REPLACED has.
+# By module of this folder: its REPLACED functions. A module is imported on the first call of one of them.
 HOMES: dict[str, tuple[Any, ...]] = {
     "_attention": (F.scaled_dot_product_attention,),
     "_embeddings": (torch.embedding, torch.embedding_bag),
@@ -66,9 +66,9 @@ HOMES: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def _replacement(home: str, function: Any) -> Callable[..., Any]:
-    """Return what a module of this folder has in place of a function of torch."""
-    found: Callable[..., Any] = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED[function]
-    return found
+    """Return the replacement of a torch function from a module of this folder."""
+    replacement: Callable[..., Any] = importlib.import_module(f"fedtorch.stacked_layers.{home}").REPLACED[function]
+    return replacement
 
 
 def _replaced(home: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     **{function: partial(_replaced, home, function) for home, functions in HOMES.items() for function in functions},
     **_linear.REPLACED,
 }
-# Functions written in Python, within which replaced operations are called.
+# Functions written in Python that call replaced operations.
 _OPENED = {
     F.affine_grid,
     F.cosine_embedding_loss,
@@ -102,16 +102,16 @@ _OPENED = {
 
 
 class StackedOperations(TorchFunctionMode):
-    """A mode around `torch.vmap` over clients in which each client gets what torch gives it alone.
+    """Mode around `torch.vmap` over clients, in which each client gets torch's result for it alone.
 
     Replaced are recurrent layers and cells, attention, embeddings with padding, bags of embeddings, losses, counts and
-    writes by a mask. Code may branch on truths and whole numbers that all clients agree on.
+    writes by a mask. Code may branch on booleans and integers that are equal for all clients.
 
     Attributes:
-        called: functions of torch, in their order.
+        called: the called torch functions, in order.
 
     Raises:
-        Divergence: in the mode, where clients disagree; see `by_branches`.
+        Divergence: inside the mode, if clients' values differ in a branch; see `by_branches`.
 
     Example:
         >>> import torch
@@ -140,15 +140,15 @@ class StackedOperations(TorchFunctionMode):
 
 
 class WithoutReading(StackedOperations):
-    """The same mode, but that values are not read: code that branches on them gets torch's error."""
+    """The same mode without reading values: code that branches on tensors gets torch's error."""
 
     _replaced: ClassVar[Mapping[Any, Callable[..., Any]]] = _OPERATIONS
 
 
 def _body(function: FunctionType) -> FunctionType:
-    """Return a function of torch that does not ask modes whether they replace it.
+    """Return the Python body of a torch function, without its dispatch to modes.
 
-    A mode is left while it is asked, so that it would not see what the function calls.
+    Torch disables a mode while it handles a call, so the mode would miss the calls inside the function.
     """
     names = {**function.__globals__, **dict.fromkeys(_ASKS, lambda *_: False)}
     if function is F.multi_head_attention_forward:

@@ -1,4 +1,4 @@
-"""Operations by their parts, which `torch.vmap` batches."""
+"""Operations decomposed into basic ones, which `torch.vmap` batches."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what `torch.nn.functional.group_norm` does, of inputs in any order in memory."""
+    """Compute `torch.nn.functional.group_norm` of inputs in any memory order."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _contiguous(input: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """Return the tensor of clients in the usual order in memory, since `torch.vmap` knows no other."""
+    """Return the clients' tensor in contiguous order, the only one that `torch.vmap` supports."""
     return input.contiguous() if belongs_to_clients(input) else input.contiguous(memory_format=memory_format)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """Return what `torch.prelu` does, of slopes of the channels `(C,)`, or one.
+    """Compute `torch.prelu` with slopes of the channels `(C,)`, or one.
 
     The derivative that `torch.vmap` has is wrong for examples within clients.
     """
     if weight.numel() != 1 and (weight.dim() != 1 or input.dim() < 1 or weight.shape[0] != _channels(input)):
-        return torch.prelu(input, weight)  # which has the error
+        return torch.prelu(input, weight)  # raises torch's own error
     channels = weight.reshape(-1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else weight.reshape(())
     return torch.where(input > 0, input, channels * input)
 
@@ -55,14 +55,14 @@ def _channels(input: Tensor) -> int:
 def _rrelu(
     input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """Return what `torch.nn.functional.rrelu` does."""
+    """Compute `torch.nn.functional.rrelu`."""
     if training:
         return F.rrelu(input, lower, upper, training, inplace)
     return F.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Return what `torch.bincount` does, of integers below `minlength`.
+    """Compute `torch.bincount` of integers below `minlength`.
 
     Raises:
         RuntimeError: others, since all clients' counts have one length.
@@ -91,7 +91,7 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Ten
 
 def _clamp(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Clamp a tensor in place."""
-    return x.copy_(x.clone().clamp(*args, **kwargs))  # the derivative reads what was clamped
+    return x.copy_(x.clone().clamp(*args, **kwargs))  # the derivative needs the input of the clamp
 
 
 def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
@@ -101,7 +101,7 @@ def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
 
 
 def _unpool(dimensions: int, input: Tensor, indices: Tensor, output_size: Sequence[int], *_: Any) -> Tensor:
-    """Return planes with values at the places that pooling took them from, and zeros."""
+    """Return planes with values at the positions of their pooling, and zeros elsewhere."""
     values, places = input.flatten(-dimensions), indices.flatten(-dimensions)
     planes = values.new_zeros(*values.shape[:-1], math.prod(output_size)).scatter(-1, places, values)
     return planes.unflatten(-1, tuple(output_size))

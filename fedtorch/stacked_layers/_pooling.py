@@ -1,8 +1,8 @@
 """Max pooling of many clients on the CPU, with channels last in memory.
 
-Torch's loop over windows takes several channels at a time where they are last in memory, and else one number at a time,
-which takes four times as long. `torch.vmap` knows no other order in memory than the usual one. The derivative puts
-numbers to places, which is faster in the usual order.
+Torch's loop over windows processes several channels at a time if they are last in memory, and otherwise one number at a
+time, which is four times slower. `torch.vmap` supports only the usual memory order. The derivative scatters numbers,
+which is faster in the usual order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _max_pool2d(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """Return what `torch.nn.functional.max_pool2d` does."""
+    """Compute `torch.nn.functional.max_pool2d`."""
     settings: Any = (kernel_size, stride, padding, dilation, ceil_mode)
     pool: Any = F.max_pool2d
     whole = input.dim() == 4 and 0 not in input.shape and input.is_floating_point() and not return_indices
@@ -70,7 +70,7 @@ class _Pooling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,), (places,) = gradients, ctx.saved_tensors
-        planes = gradient.new_empty(ctx.shape)  # of which only the shape is read
+        planes = gradient.new_empty(ctx.shape)  # only its shape is read
         back = aten.max_pool2d_with_indices_backward
         return back(gradient.contiguous(), planes, *ctx.settings, places), None
 

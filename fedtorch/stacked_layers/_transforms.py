@@ -1,4 +1,4 @@
-"""Which transforms of `torch.func` an operation is called in."""
+"""The transforms of `torch.func` in which an operation is called."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def differentiated() -> bool:
 
 
 def inside(tensor: Tensor) -> Tensor:
-    """Return the tensor of all clients that transforms have hidden."""
+    """Return the tensor of all clients inside of transforms."""
     while _MAPS.is_functorch_wrapped_tensor(tensor):
         tensor = _MAPS.get_unwrapped(tensor)
     return tensor

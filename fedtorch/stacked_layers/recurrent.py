@@ -1,4 +1,4 @@
-"""Recurrent layers in the mode: the layers, directions and dropout of `torch.gru` and its like."""
+"""Recurrent layers in the mode: the layers, directions and dropout of `torch.gru` and similar functions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedtorch.stacked_layers._transforms import belongs_to_clients
 
 
 def _run(function: Callable[..., Any], cell: Cell, input: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """Return (outputs, last states...) of a function of torch, of whose arguments some belong to clients."""
+    """Return (outputs, last states...) of a torch function with some arguments that belong to clients."""
     tensors = [input, *(each for value in args for each in (value if isinstance(value, (list, tuple)) else (value,)))]
     if len(args) != 8 or not any(isinstance(each, Tensor) and belongs_to_clients(each) for each in tensors):
-        return function(input, *args)  # also of packed sequences, whose sizes come second
+        return function(input, *args)  # also for packed sequences, whose sizes come second
     before, weights, biases, layers, dropout, train, bidirectional, batch_first = args
     if dropout and train and layers > 1:
         _refuse_examples(function, weights, dropout)
@@ -32,7 +32,7 @@ def _run(function: Callable[..., Any], cell: Cell, input: Tensor, *args: Any) ->
 def _refuse_examples(function: Callable[..., Any], weights: Sequence[Tensor], dropout: float) -> None:
     """Refuse dropout in a `vmap` over examples within one over clients.
 
-    Time comes first in a mask, so that a mask would depend on how many rows of padding there are.
+    Time comes first in a mask, so a mask would depend on the number of padded rows.
     """
     maps = torch._C._functorch
     if len(maps.get_interpreter_stack() or ()) > 1 and maps.maybe_get_level(weights[0]) != maps.maybe_current_level():
@@ -74,7 +74,7 @@ def _layered(
 def _gates(
     input: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what inputs `(B, I)` and states `(B, H)` add to the gates of a step."""
+    """Return the part of a step's gates from inputs `(B, I)` and states `(B, H)`."""
     return linear(input, w_ih, b_ih), linear(h, w_hh, b_hh)
 
 
@@ -86,7 +86,7 @@ def _gru_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Return what `torch.gru_cell` does."""
+    """Compute `torch.gru_cell`."""
     added, product = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
     (resets, updates, news), (reset, update, new) = added.chunk(3, -1), product.chunk(3, -1)
     new = (news + (resets + reset).sigmoid() * new).tanh()
@@ -101,7 +101,7 @@ def _lstm_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `torch.lstm_cell` does."""
+    """Compute `torch.lstm_cell`."""
     added, product = _gates(input, hx[0], w_ih, w_hh, b_ih, b_hh)
     write, keep, new, show = (added + product).chunk(4, -1)
     c = keep.sigmoid() * hx[1] + write.sigmoid() * new.tanh()
@@ -117,7 +117,7 @@ def _rnn_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Tensor:
-    """Return what `torch.rnn_tanh_cell` or `torch.rnn_relu_cell` does."""
+    """Compute `torch.rnn_tanh_cell` or `torch.rnn_relu_cell`."""
     added, product = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
     return activation(added + product)
 

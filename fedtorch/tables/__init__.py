@@ -1,1 +1,1 @@
-"""Tables of results: frames that know their coefficients, and how they are written in Markdown, HTML and LaTeX."""
+"""Tables of results: frames with methods for coefficients, written in Markdown, HTML and LaTeX."""

@@ -1,10 +1,10 @@
-"""Tables of text as Markdown, HTML and LaTeX, with whatever stands in names escaped."""
+"""Tables of text as Markdown, HTML and LaTeX, with escaped names."""
 
 from __future__ import annotations
 
 import html as escaping
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 Rows = Sequence[Sequence[str]]
 
@@ -54,6 +54,20 @@ def html(header: Sequence[str], rows: Rows, names: int = 1, caption: str | None 
         labels = "".join(f'<th scope="row">{text(cell)}</th>' for cell in row[:names])
         lines.append("<tr>" + labels + "".join(f"<td>{text(cell)}</td>" for cell in row[names:]) + "</tr>")
     return "\n".join([*lines, "</tbody>", "</table>"])
+
+
+def facts(kind: str, values: Mapping[str, str]) -> str:
+    """Return what a notebook shows of an object: a `<table>` with what it is above names and numbers.
+
+    >>> print(facts("Score", {"all rows": "0.9"}))
+    <table>
+    <thead><tr><th>Score</th><th></th></tr></thead>
+    <tbody>
+    <tr><th scope="row">all rows</th><td>0.9</td></tr>
+    </tbody>
+    </table>
+    """
+    return html([kind, ""], [list(each) for each in values.items()])
 
 
 def latex(header: Sequence[str], rows: Rows, names: int = 1, caption: str | None = None) -> str:

@@ -1,6 +1,6 @@
-"""Frames of results: pandas frames that know what their intervals are, and write themselves as tables for a paper.
+"""Result frames: pandas frames with the level of their intervals, which write themselves as tables for a paper.
 
-No further library is asked for (`tabulate`, `jinja2`), names are escaped, and a row is rounded to two digits of its sd.
+No further library is needed (`tabulate`, `jinja2`), names are escaped, and a row is rounded to two digits of its sd.
 
 >>> frame = ResultFrame.of({"estimate": [0.1234], "sd": [0.0456], "low": [0.034], "high": [0.213]}, ["C(sex)[T.m]"])
 >>> print(frame.to_markdown())
@@ -22,7 +22,7 @@ from fedtorch.tables import rendering as tables
 _COUNTS = ("n", "ess", "df")  # whole numbers
 _DIGITS = {"r_hat": 3, "p_positive": 3}  # behind the point
 _TITLES = {"r_hat": "R-hat", "ess": "ESS", "p_positive": "P(> 0)"}
-_STEMS = {"new_": "of a new response"}  # before `low` and `high`
+_STEMS = {"new_": "of a new response"}  # prefix of `low` and `high`
 _UNKNOWN = "–"
 _MOST = 8  # digits behind the point
 
@@ -30,7 +30,7 @@ _MOST = 8  # digits behind the point
 class ResultFrame(pd.DataFrame):
     """A frame of estimates, whose columns `low` and `high` are the ends of intervals; `attrs` has their level.
 
-    What columns were scaled by, `attrs["scales"]`, is printed below it.
+    The columns' scaling, `attrs["scales"]`, is printed below it.
     """
 
     @property
@@ -92,7 +92,7 @@ class ResultFrame(pd.DataFrame):
 
 
 def _places(values: Mapping[str, Any]) -> int:
-    """Return how many digits behind the point two digits of the sd are, or three of the largest number without one."""
+    """Return the number of decimals for two digits of the sd, or three of the largest number without one."""
     sd = float(values["sd"]) if _is_number(values.get("sd")) else 0.0
     if not sd > 0:
         sizes = [abs(value) for name, value in values.items() if _is_number(value) and name not in (*_COUNTS, *_DIGITS)]

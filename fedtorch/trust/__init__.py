@@ -1,7 +1,7 @@
-"""Protection against clients and servers that are not to be trusted, and records of what was done.
+"""Protection against clients and servers that are not trusted, and records of runs.
 
-`privacy` bounds what is told, `secure` hides what is added up, `robust` aggregates in spite of some, `attacks` shows
-what holds; `record`, `drift`, `explain` and `fairness` say what a run did, and to whom.
+`privacy` bounds disclosure, `secure` hides the terms of sums, `robust` aggregates despite faulty clients, `attacks`
+tests these protections; `record`, `drift`, `explain` and `fairness` document a run and its effects on groups.
 
 >>> import fedtorch as ft
 >>> round(ft.trust.privacy.gaussian_noise(epsilon=1.0, delta=1e-5), 2)  # standard deviations a unit of sensitivity

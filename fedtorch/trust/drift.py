@@ -1,11 +1,11 @@
-r"""An alarm for drift: the numbers that a model is watched by have become worse than they used to be.
+r"""A drift alarm: a recorder that detects when monitored values of a model have become worse.
 
 Page and Hinkley's test adds up by how much each value exceeds the mean of all values so far, less a slack δ,
 
 .. math:: m_t = \sum_{s \le t} (x_s - \bar x_s - \delta), \qquad \text{alarm when } m_t - \min_{s \le t} m_s > \lambda,
 
-and begins anew after an alarm. Inf and NaN raise the alarm too, and leave the sums as they are. Where rows come in
-between rounds, `ft.Growing.newest` has those to watch it with: they are predicted before they are learnt from.
+and restarts after an alarm. Inf and NaN raise the alarm too, and leave the sums unchanged. If rows arrive between
+rounds, `ft.Growing.newest` returns suitable rows: they are predicted before they are used in training.
 
 Source: Page (1954), "Continuous inspection schemes", Biometrika 41; Hinkley (1971), "Inference about the change-point
 from cumulative sum tests", Biometrika 58; human oversight, requirement KR1 of Jung, "Federated learning: from theory
@@ -21,13 +21,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.history import Round, means
 
 __all__ = ["DriftAlarm"]
+__dir__ = only(__all__)
 
 
 def training_loss(round: Round) -> float | None:
-    """Return the mean training loss of the clients that answered; None where clients send none.
+    """Return the mean training loss of the clients that answered; None if clients send none.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -44,14 +46,14 @@ class DriftAlarm:
     """A recorder that warns when a run's model gets worse: `ft.run(..., record=DriftAlarm(...))`.
 
     Args:
-        measure: a round -> what to watch, higher is worse, such as the error on rows that have come in lately; None for
-            a round in which there is nothing to measure, which is passed over. Default: the mean training loss.
+        measure: a round -> monitored value, higher is worse, such as the error on recent rows; None skips the round.
+            Default: the mean training loss.
         threshold: λ, positive and finite.
         slack: δ, how much worse may be for good, finite.
-        alarm: what is done with the message; default: a warning.
+        alarm: called with the message; default: a warning.
 
     Attributes:
-        rounds: in which the alarm was raised.
+        rounds: rounds with an alarm.
 
     Raises:
         ValueError: a threshold that is not positive and finite, or a slack that is negative or not finite.
@@ -89,12 +91,12 @@ class DriftAlarm:
         self._count, self._mean, self._sum, self._least = 0, 0.0, 0.0, 0.0
 
     def record(self, round: Round) -> None:
-        """Take in a round."""
+        """Measure a finished round."""
         value = self.measure(round)
         self.watch(round.number, None if value is None else float(value))
 
     def watch(self, number: int, value: float | None) -> None:
-        """Take in what was measured in a round, None for nothing."""
+        """Update with the measurement of a round, None for no measurement."""
         if value is None:
             return
         finite = math.isfinite(value)
@@ -103,7 +105,7 @@ class DriftAlarm:
             self._mean += (value - self._mean) / self._count
             self._sum += value - self._mean - self.slack
             self._least = min(self._least, self._sum)
-            if self._sum - self._least <= self.threshold:  # not so where it overflows
+            if self._sum - self._least <= self.threshold:  # false if it overflows
                 return
         before = f"the mean was {self._mean:g}" if self._count else "nothing was measured before"
         self.rounds.append(number)
@@ -120,9 +122,9 @@ class DriftAlarm:
         }
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         self._begin()
         self.rounds = flat["rounds"].tolist()
-        if bool(flat["numbers"].isfinite().all()):  # they may be of a version in which Inf was added to the sums
+        if bool(flat["numbers"].isfinite().all()):  # older versions added Inf to the sums
             count, self._mean, self._sum, self._least = flat["numbers"].tolist()
             self._count = int(count)

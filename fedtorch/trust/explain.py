@@ -1,15 +1,15 @@
-r"""Subjective explainability: models that a user can anticipate.
+r"""Subjective explainability: models whose outputs a user can anticipate.
 
-A user i guesses what the model will say of some rows, :math:`u_i(x)`. How far off they are is the measure (8.11),
+A user i predicts the model's output for some rows, :math:`u_i(x)`. The error of these guesses is the measure (8.11),
 :math:`\frac1{t_i} \sum_x (u_i(x) - \hat h_i(x))^2`, and (8.12) adds it, times ρ, to the node's loss:
 
 .. math:: L_i(w) = \frac1{m_i} \sum_r \ell(x_r, y_r; w) + \frac\rho{t_i} \sum_x \ell(x, u_i(x); w).
 
-That is 1 + ρ times the mean loss of rows among which training rows and signals are repeated so often that the signals
-have the part ρ/(1 + ρ). `augmented` repeats the rows, and `explainable` makes a local solver that reads them: it
-divides what the others think by 1 + ρ, too, so that both keep their proportion, and tells algorithms that average by
-rows, such as `ft.fedavg`, how many rows the client has itself. Nothing else reads such rows. Gradient steps are those
-on the mean: their learning rate has to be 1 + ρ times as large to be those on (8.12).
+That is 1 + ρ times the mean loss over training rows and signals, repeated so that the signals have the share ρ/(1 + ρ).
+`augmented` repeats the rows, and `explainable` makes a local solver that reads them: it divides the added `Quadratic`
+by 1 + ρ, too, so that both keep their proportion, and reports the client's own number of rows to algorithms that
+average by rows, such as `ft.fedavg`. No other solver reads such rows. Gradient steps are those on the mean: to equal
+those on (8.12), their learning rate has to be 1 + ρ times as large.
 
 Source: Jung, "Federated learning: from theory to practice", section 8.4.
 
@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
@@ -48,23 +49,24 @@ from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 __all__ = ["augmented", "explainable"]
+__dir__ = only(__all__)
 
-_ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and how often each is there, 0 for signals
+_ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and the number of copies of each, 0 for signals
 
 
 class _Prepared(NamedTuple):
     """A block's data; leaves `(K, ...)`."""
 
-    data: Tree  # as the local solver prepares it
+    data: Tree  # prepared by the local solver
     count: Tensor  # type: ignore[assignment]  # (K,) rows of the clients' own, each counted once
 
 
 def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedData:
-    """Return signals: the rows' features, and a user's guesses in place of the labels.
+    """Return signals: the rows' features, with a user's guesses as labels.
 
     Args:
-        data: rows (x, y), of which x is looked at; take held-out ones.
-        user: features `(n, ...)` -> guesses like y.
+        data: rows (x, y), of which only x is used; use held-out ones.
+        user: features `(n, ...)` -> guesses in the form of y.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.zeros(2))])
@@ -77,15 +79,16 @@ def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedD
 def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: int = 100) -> FederatedData:
     """Repeat every client's rows and its user's signals until their mean loss is that of (8.12) over 1 + ρ.
 
-    How often each row is there stays with it, so that `explainable` solvers count a client's own rows once each: in
-    FedAvg a client weighs as much as without signals. To pool, pool both first: `augmented(data.pool(),
-    signals.pool(), rho)`. Rows are then `{"augmented": rows, "times": how often each is there, 0 for signals}`.
+    The number of copies is stored with each row, so that `explainable` solvers count a client's own rows once each: in
+    FedAvg a client has the same weight as without signals. To pool, pool both first:
+    `augmented(data.pool(), signals.pool(), rho)`. Rows are then
+    `{"augmented": rows, "times": copies of each, 0 for signals}`.
 
     Args:
         data: the rows.
         signals: (x, u(x)) of the same clients, at least one each.
         rho: ρ, how much being anticipated counts beside being right, at least 0; 0 leaves the signals out.
-        most: how often a training row may be repeated; ρ is exact where so many are enough, and else the nearest.
+        most: most copies of a training row; ρ is exact if these suffice, and else the nearest possible.
 
     Raises:
         ValueError: another number of clients, a client without signals, or a ρ out of range or too small for `most`.
@@ -120,10 +123,10 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
 
 
 def explainable(local: LocalSolver, rho: float) -> LocalSolver:
-    """Return `local` on `augmented` rows, minimising (8.12) beside what the others think.
+    """Build a solver like `local` for `augmented` rows, which minimises (8.12) plus the quadratic.
 
     Args:
-        local: how a client works on its own problem, with what it is told of the others.
+        local: solver of a client's own problem, given its quadratic.
         rho: as for `augmented`.
 
     Raises:
@@ -155,7 +158,7 @@ def explainability(run: Run, signals: FederatedData) -> Score:
 
 
 def _repeats(rho: float, rows: int, signals: int, most: int, name: str) -> tuple[int, int]:
-    """Return how often a client's rows are repeated, and its signals."""
+    """Return the number of copies of a client's rows, and of its signals."""
     if rows == 0:
         return 1, 1
     exact = Fraction(rho) * rows / signals

@@ -8,13 +8,13 @@ clients' solutions :math:`\theta_k` and :math:`\Delta_k = (\theta - \theta_k) / 
 
 a mean with weights h_k. Agnostic federated learning minimises the largest loss of any mixture of clients,
 :math:`\min_\theta \max_\lambda \sum_k \lambda_k F_k(\theta)`: clients with larger losses get larger weights,
-:math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, the sum being over the rounds since its first. (The
-source projects λ + γF onto the simplex in place of this exponentiated step.) A client keeps its weight for itself and
-tells the server its weighted step and loss *for good*: a client that is not asked in a round counts as when it last
-answered, so that all are in the mixture. (Means over a cohort do not compare clients that are not asked together.)
+:math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, summed over the rounds since its first. (The source
+projects λ + γF onto the simplex in place of this exponentiated step.) A client keeps its weight to itself; its weighted
+step and loss are a *persistent* contribution: a client that is not asked in a round counts with its last answer, so
+that all are in the mixture. (Means over a cohort do not compare clients that are not asked together.)
 
-Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2
-(q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); what is remembered is as in
+Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2 (q-FedAvg);
+Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); the memory of last answers is that of
 Schmidt, Le Roux and Bach (2017), "Minimizing finite sums with the stochastic average gradient"; requirement KR5 of
 Jung, "Federated learning: from theory to practice", section 8.2.5 and figure 8.1.
 """
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import (
@@ -53,15 +54,16 @@ from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 __all__ = ["agnostic", "q_ffl", "swapped", "watch_groups"]
+__dir__ = only(__all__)
 
-_MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it
+_MOST = 60.0  # largest logarithm of a weight; e⁶⁰ leaves room in float32 for weighted steps
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
 
 
 class _Rows(NamedTuple):
     """A block's data."""
 
-    data: Tree  # as the local solver prepares it
+    data: Tree  # prepared by the local solver
     rows: ClientData
 
 
@@ -86,16 +88,16 @@ class AgnosticServer(NamedTuple):
 
     parameters: Tree
     loss: Tensor  # () the mixture's, at the parameters of the round before
-    total: Tree = None  # of what clients tell for good
+    total: Tree = None  # of the persistent contributions
 
 
 def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
-    """Return q-FFL by q-FedAvg; with q = 0 it is FedAvg with equal weights.
+    """Build q-FFL by q-FedAvg; with q = 0 it is FedAvg with equal weights.
 
     Args:
-        local: how a client works on its own problem, by steps.
+        local: solver of a client's own problem, by steps.
         loss: per row, not negative, the one that `local` minimises.
-        q: how much fairness, at least 0.
+        q: degree of fairness, at least 0.
         lr: η, the step of the clients.
 
     Shapes: server state and outbox are the parameters; client state is the solver's, `(K, ...)`.
@@ -136,15 +138,15 @@ def agnostic(
     """Return agnostic federated learning: FedAvg whose weights grow with the clients' losses.
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         loss: per row, the one that `local` minimises.
-        gamma: γ, the step of the weights' logarithms, at least 0; 0 is FedAvg. The rarer clients are asked, the smaller
-            it and their steps have to be.
+        gamma: γ, the step of the weights' logarithms, at least 0; 0 is FedAvg. If clients are asked rarely, it and
+            their steps have to be small.
         lr: the server's step.
-        weight: data -> `(K,)` the weights to begin with.
+        weight: data -> `(K,)` initial weights.
 
     Shapes: server state is `AgnosticServer`, outbox the same without the total; client state has the sum of its losses,
-    `(K,)`, and what it has told, `(K, ...)`.
+    `(K,)`, and its contribution, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range.
@@ -199,8 +201,8 @@ def swapped(data: FederatedData, column: int, values: Sequence[float]) -> Federa
 
     Args:
         data: rows (x `(d,)`, y).
-        column: of the sensitive feature in x.
-        values: that it may have.
+        column: index of the sensitive feature in x.
+        values: its possible values.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -223,11 +225,11 @@ def group_scores(
     """Return a metric over the rows of every group; the gap between groups is the largest minus the smallest.
 
     Args:
-        run: whose clients' models are scored.
+        run: provides the clients' models.
         data: rows of its clients.
         metric: as for `Run.evaluate`.
         group: rows -> the group of every row, `(total,)`.
-        groups: that there are.
+        groups: all groups.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -268,12 +270,12 @@ def watch_groups(
     group whose score is NaN makes the gap NaN.
 
     Args:
-        run: that has done a round.
+        run: a run with at least one round.
         data: rows of its clients.
         metrics: as for `Run.evaluate`.
         group: rows -> the group of every row, `(total,)`.
-        groups: that there are.
-        largest_is_best: whether the worst clients are the lowest; default: what each metric says of itself.
+        groups: all groups.
+        largest_is_best: whether the worst clients have the lowest values; default: each metric's own attribute.
     """
     present, values = _present(data, group, groups), dict[str, float]()
     for name, score in run.evaluate(data, metrics).items():
@@ -300,7 +302,7 @@ def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Seque
 
 
 def _gap(scores: Sequence[float]) -> float:
-    """Return the largest minus the smallest; NaN if one is, or with nothing to compare."""
+    """Return the maximum minus the minimum; NaN if a value is NaN, or without values."""
     known = torch.tensor(scores, dtype=torch.float64)
     return float(known.amax() - known.amin()) if len(scores) > 1 else math.nan
 
@@ -323,8 +325,8 @@ def _fair_client(
     power = risk.clamp(min=tiny) ** q
     weight = q * risk.clamp(min=tiny) ** (q - 1) * squares + power / lr
     step = tree.scale(change, torch.where(weight > 0, power / lr / weight, 0.0))
-    told = sent._replace(change=Mean(step, weight.clamp(min=tiny)))
-    return Reply(told, solved.state, {**solved.info, "risk": risk})
+    reply_message = sent._replace(change=Mean(step, weight.clamp(min=tiny)))
+    return Reply(reply_message, solved.state, {**solved.info, "risk": risk})
 
 
 def _agnostic_client(
@@ -339,13 +341,13 @@ def _agnostic_client(
 ) -> Reply:
     solved = local.solve(inbox.parameters, state.solver, data.data, None, turn)
     risk = _risk(local, loss, local.tensors(inbox.parameters, state.solver), data.rows)
-    before = state.told.weight > 0  # a client begins with its weight, as the mixture does
+    before = state.told.weight > 0  # a client starts with its weight, as the mixture does
     excess = torch.where(before, state.excess + risk - inbox.loss, 0.0)
     share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-_MOST, _MOST).exp()
     sent = message(solved.parameters, inbox.parameters, averaged_buffers(local), share)
     values = {**sent.change.value, **({} if sent.buffers is None else sent.buffers.value)}
-    told = _Told({name: tree.scale(values[name], share) for name in solved.parameters}, share, risk * share)
-    return Reply(None, _AgnosticState(excess, told, solved.state), {**solved.info, "risk": risk})
+    contribution = _Told({name: tree.scale(values[name], share) for name in solved.parameters}, share, risk * share)
+    return Reply(None, _AgnosticState(excess, contribution, solved.state), {**solved.info, "risk": risk})
 
 
 def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:

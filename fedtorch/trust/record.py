@@ -1,10 +1,10 @@
-"""A run on record: what was computed, with what, by whom, at what cost, as JSON beside its checkpoint.
+"""Record of a run as JSON beside its checkpoint: inputs, computations, people in charge, and costs.
 
-A `RunRecord` follows a run and remembers who was asked and who answered. `kept.save(run, path)` writes the checkpoint
-and, beside it, `<path>.json`: fingerprints of data, code and checkpoint, settings, versions, network, bytes, what the
-algorithm reports (a privacy budget among it), faults, rounds, an estimate of energy (time × stated power). `verify`,
-and the command `fedtorch record verify <path>.json`, finds what was changed afterwards. That shows mistakes, not
-forgery: who rewrites everything, digests too, is not found out; keep a record's digest where others can see it.
+A `RunRecord` follows a run and stores who was asked and who answered. `kept.save(run, path)` writes the checkpoint and,
+beside it, `<path>.json`: fingerprints of data, code and checkpoint, settings, versions, network, bytes, the algorithm's
+report (with a privacy budget, if any), faults, rounds, an estimate of energy (time × stated power). `verify`, and the
+command `fedtorch record verify <path>.json`, detect later changes. They detect mistakes, not forgery, because
+everything can be rewritten together with its digests; publish a record's digest to prevent that.
 
 Source: Jung, "Federated learning: from theory to practice", section 8.2, requirements KR4 (transparency), KR6 (energy)
 and KR7 (accountability).
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint, tree
+from fedtorch._lazy import only
 from fedtorch.chained_log import canonical, chained, digest, entries_of, faults
 from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
@@ -43,6 +44,7 @@ from fedtorch.history import Round
 from fedtorch.networks.network import Network
 
 __all__ = ["RunRecord"]
+__dir__ = only(__all__)
 
 _FORMAT = 2
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
@@ -50,7 +52,7 @@ _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")
 
 
 class Check(NamedTuple):
-    """One thing that `verify` looks at.
+    """One check by `verify`.
 
     Example:
         >>> import tempfile, torch, fedtorch as ft
@@ -75,7 +77,7 @@ class RunRecord:
 
     Args:
         watts: the power that the machines take while they work, all together; None leaves energy out.
-        note: what else is to be on record, such as who is responsible and what the model is for.
+        note: further entries, such as the persons responsible and the model's purpose.
 
     Raises:
         ValueError: a power that is not positive.
@@ -89,7 +91,7 @@ class RunRecord:
         self._ids: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
 
     def record(self, round: Round) -> None:
-        """Take in a round."""
+        """Record a round."""
         self._numbers.append(round.number)
         for kind, rounds in self._ids.items():
             rounds.append(getattr(round, kind).to("cpu", torch.int32))
@@ -110,10 +112,10 @@ class RunRecord:
             self._ids[kind] = [part.clone() for part in parts][: len(self._numbers)]
 
     def save(self, run: Run, path: Path | str) -> Path:
-        """Write the checkpoint and the record beside it, and returns the record's path; over ranks, on all of them.
+        """Write the checkpoint and the record beside it; return the record's path; with several ranks, call it on all.
 
         Args:
-            run: that this record has followed from its first round.
+            run: followed by this record since its first round.
             path: of the checkpoint.
 
         Raises:
@@ -170,7 +172,7 @@ class RunRecord:
 
 
 def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
-    """Check whether a record, its checkpoint, this code and, if given, these data belong together.
+    """Check whether a record, its checkpoint, this code and, if given, these data match.
 
     Raises:
         ValueError: the file is no record.
@@ -202,7 +204,7 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
 
 
 def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the fingerprint of the run that a checkpoint is of.
+    """Return the fingerprint of a checkpoint's run.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -218,7 +220,7 @@ def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def described(data: FederatedData) -> dict[str, Any]:
-    """Return a digest of all rows, counts and names, and how many there are.
+    """Return a digest of all rows, counts and names, and their numbers.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -246,7 +248,7 @@ def _code_digest() -> str:
 
 
 def spans(ids: Tensor) -> str:
-    """Return ascending numbers as spans, such as `"0-2,5"`.
+    """Return ascending numbers as ranges, such as `"0-2,5"`.
 
     Example:
         >>> import torch
@@ -268,12 +270,12 @@ def _of_file(path: Path) -> str:
 
 
 def _network(network: Network | None) -> dict[str, Any] | None:
-    """Return how many edges a network has, and a digest of them."""
+    """Return the number of a network's edges, and a digest of them."""
     return None if network is None else {"edges": len(network.edges), "is": checkpoint.describe(network.edges)}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of what it computes with.
+    """Return the versions of Python, of this package and of its dependencies.
 
     Example:
         >>> from fedtorch.trust import record
@@ -295,5 +297,5 @@ def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:
 
 
 def _number(value: Any) -> float | str:
-    """Return a number as JSON may hold it: NaN and infinities as text."""
+    """Return a number in JSON: NaN and infinities as text."""
     return float(value) if math.isfinite(value) else str(float(value))

@@ -33,7 +33,7 @@ class VerticalLoader:
         data: aligned rows.
         batch_size: rows of a minibatch; all rows by default.
         steps: iterations of an epoch with all rows; of minibatches an epoch has as many as it takes.
-        key: of the order.
+        seed: of the order.
         row_dims: dimensions of one party's row; 1 each by default.
 
     Raises:
@@ -46,13 +46,13 @@ class VerticalLoader:
         *,
         batch_size: int | None = None,
         steps: int = 1,
-        key: Tensor | None = None,
+        seed: int = 0,
         row_dims: Sequence[int] | None = None,
     ) -> None:
         if steps < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"Expected a positive batch_size and steps, but got {batch_size} and {steps}")
         self.data, self.batch_size, self.steps, self.row_dims = data, batch_size, steps, row_dims
-        self.key = random.key(0) if key is None else key
+        self.key = random.key(seed)
         self.sampler, self.batch_sampler = _Epoch(), None  # where Lightning looks for them in a DataLoader
 
     def __len__(self) -> int:
@@ -88,8 +88,7 @@ class StackedEarlyStopping(L.Callback):
     >>> import fedtorch as ft
     >>> x, ill = torch.tensor([[-1.0], [1.0]]), torch.tensor([0.0, 1.0])
     >>> train, other = ft.vfl.VerticalData((x,), ill), ft.vfl.VerticalData((x,), 1 - ill)
-    >>> keys = random.fold_in(random.key(0), torch.arange(2))
-    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), seed=[0, 1])
     >>> stopping = StackedEarlyStopping(patience=2)
     >>> trainer = L.Trainer(max_epochs=50, callbacks=stopping, logger=False, enable_checkpointing=False,
     ...                     enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
@@ -174,11 +173,11 @@ class TrainerRun(VerticalRun):
         features: Sequence[Tensor] | VerticalData,
         *,
         draws: int = 100,
-        key: Tensor | None = None,
+        seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
         """Predict by the network, see `SplitNetwork.predict`."""
-        return self.network.predict(features, draws=draws, key=key, noise=noise)
+        return self.network.predict(features, draws=draws, seed=seed, noise=noise)
 
     def _iterate(self, number: int) -> Never:
         raise TypeError(

@@ -26,10 +26,10 @@ the root of their number. It is part of a model, and no protection. `fedtorch.tr
 and `fedtorch.trust.privacy.noised_gradients` labels that are private.
 
 Among nodes it is trained by the halves of `fedtorch.vfl.nodes.iteration`. With `torchrun`, every process makes the same
-`SplitNetwork` from its keys (of other nodes' modules only their number matters, and how many numbers a row they send),
+`SplitNetwork` from its seed (of other nodes' modules only their number matters, and how many numbers a row they send),
 takes its own part of it and its own data, and runs its half::
 
-    network = SplitNetwork(bottoms, likelihood, keys=keys)
+    network = SplitNetwork(bottoms, likelihood, seed=0)
     iterations = [Iteration(step=step) for step in range(1000)]
     if rank == 0:  # of a plain network; `bayes=` wants `masked_server` and `masked_party` around the halves
         half = server_half(ServerNode(network.server, VerticalData((), y), optimizer=adam, per_row=True), iterations)
@@ -57,18 +57,19 @@ from torch import Tensor, nn
 
 from fedtorch import random
 from fedtorch.checkpoint_io import keep_plain
+from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.vfl.fit.auxiliary import noiseless
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.captured import CapturedBound
 from fedtorch.vfl.fit.guide import Guide, Noise, Parameters, initial, point
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
-from fedtorch.vfl.fit.part import Part, draw_noises, parts, predicted
+from fedtorch.vfl.fit.part import Part, combined, draw_noises, evaluating, parts, predicted
 from fedtorch.vfl.lightning import TrainerRun
-from fedtorch.vfl.model.checks import check_features, check_response
+from fedtorch.vfl.model.checks import check_features, check_response, check_rows
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked
 from fedtorch.vfl.model.vertical import VerticalModel, summed
-from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode
+from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode, value_of
 from fedtorch.vfl.rows.data import VerticalData
 
 _WEIGHTS = 100  # purpose of an element's key
@@ -88,7 +89,7 @@ class SplitNetwork(L.LightningModule):
     Args:
         bottoms: one network per party, any module of rows `(n, ...)` to `(n, C_j)`.
         likelihood: of the response, from `fedtorch.vfl.model.likelihoods`.
-        keys: `(B,)` one per batch element, from which its weights start; the first is also that of the noise.
+        seed: from which the weights start, or one for each element of a batch; the noise is drawn by the first.
         combine: at the cut layer, `summed` or `concatenated`.
         top: a network at the server of the cut layer `(n, C)` to the likelihood's predictor; none by default.
         bayes: noise and priors; None for plain networks.
@@ -111,9 +112,8 @@ class SplitNetwork(L.LightningModule):
         ValueError: no party, names or widths of another number, or noise at the sum without a sum at the cut layer.
 
     >>> from fedtorch.vfl.model import likelihoods, split_nn
-    >>> keys = random.fold_in(random.key(0), torch.arange(2))
     >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
-    >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=["clinic", "laboratory"])
+    >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), seed=[0, 1], names=["clinic", "laboratory"])
     >>> network.predict([torch.zeros(5, 3), torch.zeros(5, 2)]).shape
     torch.Size([2, 5])
     """
@@ -125,7 +125,7 @@ class SplitNetwork(L.LightningModule):
         bottoms: Sequence[nn.Module],
         likelihood: ResponseLikelihood,
         *,
-        keys: Tensor,
+        seed: int | Sequence[int] = 0,
         combine: Callable[[Sequence[Tensor]], Tensor] = summed,
         top: nn.Module | None = None,
         bayes: HierarchicalBayes | None = None,
@@ -145,6 +145,7 @@ class SplitNetwork(L.LightningModule):
             raise ValueError(
                 f"Expected parties with a name, width and row_dims each, but got {names}, {widths}, {dims}"
             )
+        keys = random.key(seed).reshape(-1)
         guide = Guide(noiseless(), point()) if bayes is None else bayes.guide(combine is summed and top is None)
         rho = _of_elements(1.0 if bayes is None else bayes.rho, len(keys), "rho")
         sd = None if bayes is None or bayes.weight_sd is None else _of_elements(bayes.weight_sd, len(keys), "weight_sd")
@@ -162,7 +163,7 @@ class SplitNetwork(L.LightningModule):
             likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), intercept=False,
             active=active, combine=combine, top=None if top is None else Stacked(top, of_weights(0)),
         )  # fmt: skip
-        key = keys.reshape(-1)[0]
+        key = keys[0]
         begin = initial(model, guide, 0, len(keys), key, dtype)
         server, *holders = parts(model, guide, begin, names=names, key=key)
         self.server, self.parties = server, cast("Sequence[Part]", nn.ModuleList(holders))
@@ -277,17 +278,17 @@ class SplitNetwork(L.LightningModule):
         return ServerNode(self.server, data.known_to_server(), optimizer=optimizer, per_row=True), parties
 
     def totals(
-        self, features: Sequence[Tensor], draws: int, key: Tensor | None, noise: bool, data: VerticalData | None = None
+        self, features: Sequence[Tensor], draws: int, seed: int, noise: bool, data: VerticalData | None = None
     ) -> Tensor:
         """Draw the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
-        return predicted(self.server, self.parties, features, draws, key, noise, data)[0]
+        return predicted(self.server, self.parties, features, draws, self._key(seed), noise, data)[0]
 
     def predict(
         self,
         features: Sequence[Tensor] | VerticalData,
         *,
         draws: int = 100,
-        key: Tensor | None = None,
+        seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows by all parties together, averaged over draws.
@@ -295,7 +296,7 @@ class SplitNetwork(L.LightningModule):
         Args:
             features: `(n, ...)` or `(B, n, ...)`, one per party, or the data that have them.
             draws: of weights and noise.
-            key: of the draws.
+            seed: of the draws.
             noise: whether with the model's noise on z.
 
         Returns:
@@ -305,14 +306,82 @@ class SplitNetwork(L.LightningModule):
             ValueError: another number of parties, or parties with other numbers of rows.
         """
         features = features.features if isinstance(features, VerticalData) else features
-        total = self.totals(features, draws if self.bayesian else 1, key, noise)
+        total = self.totals(features, draws if self.bayesian else 1, seed, noise)
         return self.model.likelihood.mean(total, self._shared).mean(1)
 
-    def log_score(
-        self, data: VerticalData, *, draws: int = 100, key: Tensor | None = None, noise: bool = True
-    ) -> Tensor:
+    def party_prediction(
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        draws: int = 100,
+        seed: int = 0,
+        noise: bool = True,
+        accept_disclosure: bool = False,
+    ) -> Half:
+        """Return a party's half of a prediction of new rows between organisations; it needs its own part alone.
+
+        The server learns the party's part of each row's predictor, and whatever may be found from it.
+
+        Args:
+            name: of the party.
+            x: its features of the new rows, in the order that all have agreed on.
+            draws: as the server's.
+            seed: of the draws, the same at all nodes.
+            noise: whether with the model's noise on z.
+            accept_disclosure: as in `party_half`, where the noise is drawn at the sum.
+
+        Raises:
+            ValueError: no party of this name, or features that are not those of its rows.
+
+        >>> from fedtorch.protocol import together
+        >>> from fedtorch.vfl.model import likelihoods, split_nn
+        >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
+        >>> names = ["clinic", "laboratory"]
+        >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), names=names)
+        >>> rows = {"clinic": torch.ones(5, 3), "laboratory": torch.ones(5, 2)}
+        >>> halves = {0: network.server_prediction(5)}
+        >>> halves |= {j: network.party_prediction(name, rows[name]) for j, name in enumerate(names, start=1)}
+        >>> torch.equal(together(halves)[0][0], network.predict([rows["clinic"], rows["laboratory"]]))
+        True
+        """
+        names = [party.name for party in self.parties]
+        if name not in names:
+            raise ValueError(f"Expected one of the parties {names}, but got {name!r}")
+        part = self.parties[names.index(name)]
+        predictor = self.model.predictors[part.index - 1]
+        check_rows(predictor, x, x.shape[-1 - predictor.row_dims], name)
+        return self._told(part, x, draws, self._key(seed), noise, accept_disclosure)
+
+    def _told(self, part: Part, x: Tensor, draws: int, key: Tensor, noise: bool, accept: bool) -> Half:
+        with evaluating(part):
+            value = part.propose(x, key, draws if self.bayesian else 1, noise)
+        yield Send(0, value_of(part)(value), summed=part.guide.auxiliary.server is not None and not accept)
+
+    def server_prediction(self, rows: int, *, draws: int = 100, seed: int = 0) -> Half:
+        """Return the server's half of a prediction, which returns what `predict` does; it needs its own part alone.
+
+        Args:
+            rows: how many new rows there are.
+            draws: as the parties'.
+            seed: as the parties'.
+        """
+        draws, key, server = draws if self.bayesian else 1, self._key(seed), self.server
+        kind, values = value_of(server), []
+        for rank, outputs in enumerate(self.model.outputs[1:], start=1):
+            like = kind(torch.zeros(self.size, draws, outputs, rows, dtype=server.rho.dtype, device=key.device))
+            values.append((yield Receive(rank, like)).value)
+        with evaluating(server), torch.no_grad():
+            total = combined(server, values, draws, key)[0]
+            return self.model.likelihood.mean(total, self._shared).mean(1)
+
+    def _key(self, seed: int) -> Tensor:
+        """Return the key of a prediction's draws."""
+        return random.key(seed).to(self.server.rho.device)
+
+    def log_score(self, data: VerticalData, *, draws: int = 100, seed: int = 0, noise: bool = True) -> Tensor:
         r"""Return the log predictive density of each row, :math:`\log \frac1M \sum_m p(y_i | m)`, `(B, n)`."""
-        total = self.totals(data.features, draws if self.bayesian else 1, key, noise, data)
+        total = self.totals(data.features, draws if self.bayesian else 1, seed, noise, data)
         rows = self.model.likelihood.log_prob(data.y.to(total.dtype), total, self._shared)
         return rows.logsumexp(1) - math.log(rows.shape[1])
 

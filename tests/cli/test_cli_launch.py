@@ -89,6 +89,21 @@ def meeting(machines: str) -> list[str]:
 launches = pytest.mark.skipif(not hasattr(os, "fork"), reason="ranks are killed by a signal")
 
 
+@pytest.mark.parametrize(("options", "threads"), [([], "1"), (["--threads", "3"], "3")])
+def test_ranks_have_the_threads_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], threads: str
+) -> None:
+    from torch.distributed import run
+
+    monkeypatch.setattr(launch, "THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv(launch.STORE, "")
+    seen = []
+    monkeypatch.setattr(run, "main", lambda given: seen.append(os.environ["OMP_NUM_THREADS"]))
+    assert cli.main(["launch", *options, "train.py"]) == 0
+    assert seen == [threads]
+
+
 @pytest.mark.slow
 @launches
 def test_a_rank_that_dies_costs_no_committed_round(tmp_path: Path) -> None:

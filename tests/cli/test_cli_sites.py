@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch import cli
+from fedtorch import cli, sites
+from fedtorch.cli._launch import THREADS
 from fedtorch.sites import AuditRecord, Roster, serve
 from fedtorch.sites.identity import identity
 
@@ -104,6 +105,26 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert "Expected data as FederatedData" in refused(capsys, *join, str(file))
 
 
+def test_a_site_has_the_threads_that_were_asked_for(
+    authority: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, file, given = str(tmp_path / "a"), tmp_path / "my_data.py", []
+    identity.make_site(authority, "a").save(here)
+    file.write_text(
+        "import fedtorch as ft, torch\n"
+        "data, algorithms = ft.data.from_tensors([(torch.ones(9, 1),)]), {'a': ft.fedavg}\n"
+    )
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+
+    def unreachable(*arguments: object, **settings: object) -> None:
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(sites, "join", unreachable)
+    for more in ([], ["--threads", "3"]):
+        assert "nobody is there" in refused(capsys, "join", "h:1", "--identity", here, "--data", str(file), *more)
+    assert given == [int(THREADS), 3]
+
+
 def test_what_a_file_lets_a_server_have_is_said_without_a_connection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +157,7 @@ policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), ro
         "Behind each number that leaves: at least 10 rows",
         "Before a run: clients' pseudonyms, and their mean row count",
         "After a fit: sums over its rows of changes of the mean response",
+        "    exactly, of at least so many rows: only for a server that is trusted not to compose questions",
         "Rounds in all: 200",
         "Noise that is accounted for: none",
     ):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICK = {"mixed_models.brms", "mixed_models.lme4", "mixed_models.ordinal", "mixed_models.statsmodels", "trials.byzfl"}
+QUICK = {"mixed_models.brms", "trials.byzfl"}
 HOW = re.compile(r"Put it as|pip install|git clone|--\w+ with its folder|FEDTORCH_DATA_DIR")  # data are got so
 
 

@@ -45,6 +45,7 @@ from experiments.benchmarks import (
     vfl_split,
 )
 from experiments.benchmarks.against import __main__ as against, workloads
+from experiments.benchmarks.cost_model import __main__ as cost_model
 from experiments.benchmarks.parts import gpu_kernels
 from experiments.compositions import table as compositions
 from experiments.fedlin import (
@@ -1063,6 +1064,29 @@ def test_benchmarks_write_their_tables(tmp_path):
     assert len(text.splitlines()) > 10
     with pytest.raises(SystemExit):
         benchmarks.main(["nothing"])
+
+
+def test_small_runs_write_over_no_kept_page_and_their_figures_say_what_they_are(tmp_path, monkeypatch, capsys):
+    kept = {file: file.read_bytes() for folder in result_pages.KEPT for file in folder.iterdir()}
+    assert {result_pages.RESULTS / "privacy_attacks.md", benchmarks.RESULTS / "remote.md"} <= kept.keys()
+    monkeypatch.setattr(benchmarks, "measure", lambda name, options: pytest.fail("it measures"))
+    for options in (["remote", "scaling", "--", "--smoke"], ["remote", "--", "--part", "latency", "--smoke"]):
+        with pytest.raises(SystemExit):
+            benchmarks.main(options)
+        assert "Expected another folder than" in capsys.readouterr().err
+    for options in (["--smoke", "--results", os.path.relpath(result_pages.RESULTS)],):
+        with pytest.raises(SystemExit):
+            fedavg_family.main(options)
+        assert "Expected another folder than" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cost_model.main(["--smoke", "--write"])
+    assert "Expected --write without --smoke" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in kept} == kept
+    for given in ([], ["--smoke"]):
+        drawn = common.plt.figure()
+        options = common.arguments("").parse_args([*given, "--out", str(tmp_path)])
+        common.finish("family.child", [], options, lambda: {"child": drawn})  # noqa: B023 - drawn at once
+        assert [text.get_text() for text in drawn.texts] == [common.SMOKE] * len(given)
 
 
 def test_a_part_measured_again_replaces_its_section_only(tmp_path, monkeypatch):

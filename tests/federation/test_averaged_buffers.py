@@ -145,10 +145,9 @@ WITH_A_SERVER: dict[str, Callable[[ft.LocalSolver], ft.Algorithm]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("name", WITH_A_SERVER)
-def test_the_server_has_the_mean_of_the_clients_values(name: str, chunk: int | None) -> None:
-    check(run(WITH_A_SERVER[name](solver()), chunk=chunk).global_module(), loop())
+def test_the_server_has_the_mean_of_the_clients_values(name: str) -> None:
+    check(run(WITH_A_SERVER[name](solver())).global_module(), loop())
 
 
 def test_clients_one_by_one_and_trainers_average_the_same_values() -> None:

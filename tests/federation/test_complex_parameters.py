@@ -196,11 +196,10 @@ SERVERS: dict[str, tuple[Callable[..., ft.Algorithm], Callable[[], Values]]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_servers_complex_parameters_are_those_of_a_loop(name: str, chunk: int | None) -> None:
+def test_a_servers_complex_parameters_are_those_of_a_loop(name: str) -> None:
     make, loop = SERVERS[name]
-    check(run(make(local()), chunk=chunk).global_module(), loop())
+    check(run(make(local())).global_module(), loop())
 
 
 def test_fedadagrad_begins_sums_of_both_parts_alike() -> None:

@@ -63,7 +63,9 @@ class Instance:
 
 def connected(seed, nodes=14):
     key = ft.random.fold_in(ft.random.key(seed), 99)
-    edges = torch.cat((ft.Network.ring(nodes).edges, ft.Network.erdos_renyi(nodes, 0.15, key).edges)).unique(dim=0)
+    edges = torch.cat((ft.Network.ring(nodes).edges, ft.Network.erdos_renyi(nodes, 0.15, seed=int(key)).edges)).unique(
+        dim=0
+    )
     return ft.Network(edges, ft.random.exponential(key, (len(edges),), torch.float64) + 0.1, nodes)
 
 
@@ -114,7 +116,7 @@ def test_errors_of_random_instances_lie_within_their_bounds(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cluster_is_as_tight_as_its_bound(seed):
-    network = ft.Network.stochastic_blocks([8, 9], 0.9, 0.05, ft.random.key(seed))
+    network = ft.Network.stochastic_blocks([8, 9], 0.9, 0.05, seed=seed)
     labels = torch.arange(2).repeat_interleave(torch.tensor([8, 9]))
     truth = ft.random.normal(ft.random.key(seed), (17, D), torch.float64)
     truth[:8] = truth[0]

@@ -94,7 +94,7 @@ def test_an_autoencoder_without_hidden_layers_is_principal_components():
     data = ft.data.FederatedData(regression().rows, torch.ones(33, dtype=torch.int64))
     rows = torch.cat([data.rows[0], data.rows[1][:, None]], 1)
     rows = (rows - rows.mean(0)) / rows.std(0, correction=0)
-    codes = discrepancy.autoencoder_code(data, ft.random.key(0), code=2, hidden=0)
+    codes = discrepancy.autoencoder_code(data, seed=0, code=2, hidden=0)
     scores = torch.from_numpy(PCA(2).fit_transform(rows))
     design = torch.cat((scores, torch.ones(33, 1, dtype=torch.float64)), 1)
     fitted = design @ torch.linalg.lstsq(design, codes).solution  # codes are an affine function of the scores
@@ -102,13 +102,12 @@ def test_an_autoencoder_without_hidden_layers_is_principal_components():
 
 
 def test_codes_tell_groups_apart():
-    key = ft.random.key(3)
-    x = ft.random.normal(key, (400, 5), torch.float64)
+    x = ft.random.normal(ft.random.key(3), (400, 5), torch.float64)
     x[200:, :2] += 4
     data = ft.data.FederatedData((x, x.sum(1)), torch.full((10,), 40))
-    codes = discrepancy.autoencoder_code(data, key, iterations=40)
-    assert torch.equal(ft.networks.clustering.k_means(codes, 2, key), torch.arange(2).repeat_interleave(5))
-    assert torch.equal(codes, discrepancy.autoencoder_code(data, key, iterations=40))
+    codes = discrepancy.autoencoder_code(data, seed=3, iterations=40)
+    assert torch.equal(ft.networks.clustering.k_means(codes, 2, seed=3), torch.arange(2).repeat_interleave(5))
+    assert torch.equal(codes, discrepancy.autoencoder_code(data, seed=3, iterations=40))
 
 
 def test_bad_input():

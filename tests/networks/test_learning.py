@@ -96,16 +96,16 @@ def test_the_degree_bounds_the_connectivity():
     """(7.3): λ₂ is at most n/(n − 1) times the smallest degree."""
     bound = lambda network: len(network) / (len(network) - 1) * float(network.degrees.min())
     for seed in range(10):
-        network = ft.Network.erdos_renyi(15, 0.5, ft.random.key(seed))
+        network = ft.Network.erdos_renyi(15, 0.5, seed=seed)
         assert network.algebraic_connectivity <= bound(network)
-    complete = ft.Network.erdos_renyi(15, 1.0, ft.random.key(0))
+    complete = ft.Network.erdos_renyi(15, 1.0, seed=0)
     assert complete.algebraic_connectivity == pytest.approx(bound(complete))  # tight
 
 
 def test_the_estimates_of_erdos_renyi_networks():
     """(7.1) and (7.2): the largest degree is near p (n − 1), and λ₂ near n p."""
     nodes, p = 1500, 0.4
-    network = ft.Network.erdos_renyi(nodes, p, ft.random.key(0))
+    network = ft.Network.erdos_renyi(nodes, p, seed=0)
     wide = 1.5 * math.sqrt(2 * nodes * p * (1 - p) * math.log(nodes))  # extremes of n nearly normal degrees
     assert abs(float(network.degrees.max()) - p * (nodes - 1)) < wide
     assert abs(network.algebraic_connectivity - nodes * p) < wide

@@ -15,9 +15,8 @@ PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 
 
 def weighted(nodes=30, p=0.2, seed=0):
-    key = ft.random.key(seed)
-    plain = ft.Network.erdos_renyi(nodes, p, key)
-    weights = ft.random.exponential(ft.random.fold_in(key, 1), (len(plain.edges),), torch.float64)
+    plain = ft.Network.erdos_renyi(nodes, p, seed=seed)
+    weights = ft.random.exponential(ft.random.fold_in(ft.random.key(seed), 1), (len(plain.edges),), torch.float64)
     return ft.Network(plain.edges, weights, nodes)
 
 
@@ -71,7 +70,7 @@ def test_eigenvalues_in_closed_form(nodes):
     "network",
     [
         ft.Network.k_nearest(ft.random.uniform(ft.random.key(3), (900, 2), torch.float64), 8),
-        ft.Network.erdos_renyi(900, 0.02, ft.random.key(2)),
+        ft.Network.erdos_renyi(900, 0.02, seed=2),
     ],
 )
 def test_sparse_eigenvalues_are_those_of_the_whole_matrix(network):
@@ -200,7 +199,7 @@ def test_every_pair_of_erdos_renyi_is_as_likely():
     runs, nodes, p = 1000, 6, 0.3
     count = torch.zeros(nodes, nodes)
     for run in range(runs):
-        i, j = ft.Network.erdos_renyi(nodes, p, ft.random.key(run)).edges.T
+        i, j = ft.Network.erdos_renyi(nodes, p, seed=run).edges.T
         count[i, j] += 1
     frequency = count[*torch.combinations(torch.arange(nodes)).T] / runs
     error = (frequency - p) / math.sqrt(p * (1 - p) / runs)
@@ -210,12 +209,12 @@ def test_every_pair_of_erdos_renyi_is_as_likely():
 
 @pytest.mark.parametrize(("p", "edges"), [(0.0, 0), (1.0, 4950), (1e-300, 0)])
 def test_erdos_renyi_at_the_ends(p, edges):
-    assert len(ft.Network.erdos_renyi(100, p, ft.random.key(0)).edges) == edges
+    assert len(ft.Network.erdos_renyi(100, p, seed=0).edges) == edges
 
 
 def test_edges_of_many_blocks_of_skips():
     nodes, p = 60_000, 1e-3  # 1.8 million edges: more than are drawn at a time
-    network = ft.Network.erdos_renyi(nodes, p, ft.random.key(0))
+    network = ft.Network.erdos_renyi(nodes, p, seed=0)
     pairs = nodes * (nodes - 1) / 2
     assert abs(len(network.edges) - p * pairs) < 4 * math.sqrt(p * (1 - p) * pairs)
     half = (network.edges[:, 1] < nodes // 2).sum()
@@ -225,7 +224,7 @@ def test_edges_of_many_blocks_of_skips():
 
 def test_blocks_have_their_own_probabilities():
     sizes, within, between = [300, 500, 200], [0.2, 0.05, 0.6], 0.01
-    network = ft.Network.stochastic_blocks(sizes, within, between, ft.random.key(1))
+    network = ft.Network.stochastic_blocks(sizes, within, between, seed=1)
     block = torch.arange(3).repeat_interleave(torch.tensor(sizes))
     first, second = block[network.edges].T
     for b, size in enumerate(sizes):
@@ -234,8 +233,8 @@ def test_blocks_have_their_own_probabilities():
         assert abs(found - within[b] * pairs) < 4 * math.sqrt(within[b] * (1 - within[b]) * pairs)
     pairs = 300 * 500 + 300 * 200 + 500 * 200
     assert abs(int((first != second).sum()) - between * pairs) < 4 * math.sqrt(between * (1 - between) * pairs)
-    assert len(ft.Network.stochastic_blocks([4, 1, 3], 1.0, 0.0, ft.random.key(0)).edges) == 6 + 0 + 3
-    assert len(ft.Network.stochastic_blocks([4, 1, 3], 0.0, 1.0, ft.random.key(0)).edges) == 4 + 12 + 3
+    assert len(ft.Network.stochastic_blocks([4, 1, 3], 1.0, 0.0, seed=0).edges) == 6 + 0 + 3
+    assert len(ft.Network.stochastic_blocks([4, 1, 3], 0.0, 1.0, seed=0).edges) == 4 + 12 + 3
 
 
 def test_bad_input():
@@ -289,18 +288,18 @@ def test_bad_input():
     with pytest.raises(ValueError, match="k from 1 to 2"):
         ft.Network.k_nearest(torch.eye(3), 3)
     with pytest.raises(ValueError, match="p as a probability"):
-        ft.Network.erdos_renyi(3, 1.1, ft.random.key(0))
+        ft.Network.erdos_renyi(3, 1.1, seed=0)
     with pytest.raises(ValueError, match="within as a probability"):
-        ft.Network.stochastic_blocks([2, 2], [0.5, 2.0], 0.1, ft.random.key(0))
+        ft.Network.stochastic_blocks([2, 2], [0.5, 2.0], 0.1, seed=0)
     with pytest.raises(ValueError, match="at least one node"):
-        ft.Network.stochastic_blocks([2, 0], 0.5, 0.1, ft.random.key(0))
+        ft.Network.stochastic_blocks([2, 0], 0.5, 0.1, seed=0)
     with pytest.raises(ValueError, match="at least one node"):
         ft.Network.star(0)
 
 
 @pytest.mark.slow
 def test_a_million_nodes_take_time_in_proportion_to_the_edges():
-    network = ft.Network.erdos_renyi(10**6, 1e-5, ft.random.key(0))
+    network = ft.Network.erdos_renyi(10**6, 1e-5, seed=0)
     assert abs(len(network.edges) - 5e6) < 4 * math.sqrt(5e6)
     assert network.adjacency(torch.float32)._nnz() == 2 * len(network.edges)
     isolated = int((network.neighbour_counts == 0).sum())

@@ -18,7 +18,7 @@ REGULAR = ft.Network.from_networkx(EXPANDER)
 
 
 @pytest.mark.parametrize("small", [0.0, 1.0])  # Lanczos on the matrix, Lanczos on its inverse
-@pytest.mark.parametrize("network", [REGULAR, ft.Network.erdos_renyi(NODES, 0.03, ft.random.key(1))])
+@pytest.mark.parametrize("network", [REGULAR, ft.Network.erdos_renyi(NODES, 0.03, seed=1)])
 def test_the_smallest_positive_eigenvalue_by_either_way(network, small):
     values = np.linalg.eigvalsh(network.laplacian().to_dense().numpy())
     found = smallest_positive_eigenvalue(network.scipy_laplacian, lambda x: x - x.mean(), 1.25 * values[-1], small)

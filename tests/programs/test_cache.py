@@ -143,6 +143,7 @@ def _in_a_process(folder: str, out: Any) -> None:
     out.put(of_seven(scaled()))
 
 
+@pytest.mark.slow
 def test_parts_of_the_same_name_that_processes_have_kept_are_not_mixed_up(tmp_path: Path) -> None:
     """Each process numbers its functions from the same number on, and the compiler links them by name and number."""
     begin = (

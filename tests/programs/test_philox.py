@@ -172,6 +172,7 @@ def test_formulas_at_their_limits() -> None:
         assert sine == pytest.approx(math.sin(2 * math.pi * x), rel=0.0, abs=2.0**-50)
 
 
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_vector_instructions() -> None:
     """A processor without any, as numba sees it, gives the same bits; what is compiled for it is kept, too."""
     lines = (

@@ -370,8 +370,10 @@ def test_errors():
     assert float(some[0]) == float(random.gamma(key, 1.0, (5,))[0])
     with pytest.raises(ValueError, match=r"broadcasts to \(2,\), but got \(3,\)"):
         random.gamma(key, torch.ones(3), (2,))
-    with pytest.raises(ValueError, match="Expected a seed"):
-        random.key(2**63)
+    for seed in (2**63, [], [0, -(2**63) - 1]):
+        with pytest.raises(ValueError, match="Expected a seed"):
+            random.key(seed)
+    assert random.key(range(3)).tolist() == [0, 1, 2] == [int(random.key(seed)) for seed in range(3)]
     with pytest.raises(TypeError, match=r"Expected a key.*float32"):
         random.uniform(torch.zeros(3))
     with pytest.raises(TypeError, match=r"Expected a key.*int"):

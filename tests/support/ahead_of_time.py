@@ -198,7 +198,7 @@ def compiled(call: Call, architecture: int) -> dict[str, Any]:
 def main() -> None:
     """Print a line for every call and architecture; names of kernels choose some.
 
-    With `--few` it is the first call of every program.
+    With `--few` it is the first call of every program, for the last architecture.
     """
     triton.knobs.nvidia.dump_ptxas_log = True
     triton.knobs.compilation.always_compile = True
@@ -206,7 +206,7 @@ def main() -> None:
     names, few, done = [name for name in sys.argv[1:] if name != "--few"], "--few" in sys.argv, set()
     for call in calls():
         if call.kernel.startswith(tuple(names) or "") and not (few and call.kernel in done):
-            for architecture in ARCHITECTURES:
+            for architecture in ARCHITECTURES[-1:] if few else ARCHITECTURES:
                 print(json.dumps(compiled(call, architecture)), flush=True)
             done.add(call.kernel)
 

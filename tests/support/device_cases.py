@@ -350,7 +350,7 @@ def vertical(device: str) -> Tree:
     model = vfl.augmented(likelihoods.gaussian(verticals.SD), verticals.predictors([3]), torch.tensor((0.5, 1.0)))
     guide = vfl.Guide(vfl.sums(encoders.affine(), skewed=False), joint=True)
     # Adam takes whole steps along gradients that are zero but for rounding, so that parameters themselves differ.
-    fit = vfl.sfvi(model, guide, data, key=random.key(0), steps=2, draws=2, size=2)
+    fit = vfl.sfvi(model, guide, data, steps=2, draws=2, size=2)
     return tree.to((fit.bounds, fit.moments()), "cpu")
 
 
@@ -422,14 +422,14 @@ CASES: dict[str, Case] = {
             discrepancy.distances(discrepancy.mean_label(nodes(device))),
             discrepancy.maximum_likelihood(nodes(device)),
             discrepancy.pooled_gradient(nodes(device)),
-            discrepancy.autoencoder_code(nodes(device), random.key(0), code=1, hidden=0, iterations=20),
+            discrepancy.autoencoder_code(nodes(device), seed=0, code=1, hidden=0, iterations=20),
             discrepancy.gaussian_mixture(nodes(device)),
         ),
         "cpu",
     ),
     "network, learnt and clustered": lambda device: (
         learning.nearest(discrepancy.distances(discrepancy.maximum_likelihood(nodes(device))), 2).weights,
-        clustering.k_means(discrepancy.maximum_likelihood(nodes(device)), 2, random.key(0)),
+        clustering.k_means(discrepancy.maximum_likelihood(nodes(device)), 2, seed=0),
         clustering.tied(RING, discrepancy.maximum_likelihood(nodes(device))),
     ),
 }

@@ -95,9 +95,10 @@ def names_cuda(node: ast.AST) -> bool:
 
 
 def _write(names: list[str]) -> None:
-    """Write the table of waits, of these rounds anew."""
-    kept = Page().waits
-    rows = {name: row(name, looked_at(name)["waits"]) if name in names else kept[name] for name in ROUNDS}
+    """Write the table of waits, of these rounds anew; others stay, or stay away."""
+    kept = {name: line for name, line in Page().waits.items() if name in ROUNDS and name not in names}
+    found = {name: row(name, looked_at(name)["waits"]) for name in names}
+    rows = {name: {**kept, **found}[name] for name in ROUNDS if name in kept or name in found}
     table = "\n".join(["| what runs | waits | where |", "| --- | --- | --- |", *rows.values(), ""])
     head, heading, rest = PATH.read_text().partition(f"{_HEADINGS['waits']}\n")
     PATH.write_text(head + heading + re.sub(r"(^\|.*\n)+", lambda _: table, rest, count=1, flags=re.MULTILINE))

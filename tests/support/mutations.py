@@ -49,6 +49,18 @@ CORE = {  # and the tests near, besides the examples in the file itself
     "networks/solvers/fedgd.py": "networks/test_solvers.py",
     "trust/privacy/accounting/renyi.py": "trust/privacy/accounting",
     "sites/secure/shamir.py": "sites/secure",
+    "sites/secure/grid.py": "sites/secure/test_exact_sums.py sites/secure/test_secure_sums.py",
+    "sites/rounds/policy.py": "sites/rounds/test_private.py sites/rounds/test_minimum.py sites/rounds/test_faults.py",
+    "sites/rounds/past_sums.py": "sites/rounds/test_past_sums.py sites/rounds/test_minimum.py",
+    "federation/algorithms/ep/estimates.py": "federation/algorithms/ep",
+    "federation/algorithms/ep/hierarchical.py": "federation/algorithms/ep",
+    "federation/populations/in_process.py": "federation/populations",
+    "federation/solvers/descent.py": "federation/solvers/descent",
+    "federation/solvers/linear_steps.py": "federation/solvers/test_linear_steps.py",
+    "data/formulas/design.py": "data/formulas",
+    "data/formulas/coding.py": "data/formulas",
+    "vfl/nodes/iteration.py": "vfl/nodes vfl/test_split.py",
+    "vfl/fit/bound.py": "vfl/fit/test_sfvi.py",
 }
 EQUIVALENT = {  # changes that are none, and why
     "linalg.py:square_root: failed > 0 -> failed >= 0 (1)": "a root by eigenvectors is as good as a Cholesky factor",

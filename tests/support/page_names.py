@@ -182,8 +182,8 @@ class Page:
                 return root
         is_value = chain[0] not in {**self.imports, **ALIASES} and (chain[0] in self.words or not roots)
         is_value = is_value and (chain[0] in self.words or not _is_module(chain[0]))
-        known = members() | words() if len(chain) == 1 else members()
-        return None if is_value and chain[-1] in known else MISSING
+        is_known = chain[-1] in members() or (len(chain) == 1 and chain[-1] in words())
+        return None if is_value and is_known else MISSING
 
     def roots(self, name: str) -> Iterator[Any]:
         """What a name may mean."""
@@ -205,8 +205,9 @@ class Page:
 
     def words_of(self, names: list[str]) -> list[str]:
         """Which of some words no program has."""
-        known = words() | self.words | set(ALIASES) | options_of_programs()
-        is_known = lambda n: len(n) == 1 or PLACEHOLDER.fullmatch(n) or OWN.match(n) or n in known or is_installed(n)
+        known = words(), self.words, ALIASES, options_of_programs()  # not joined: these are many
+        has = lambda n: any(n in some for some in known) or is_installed(n)
+        is_known = lambda n: len(n) == 1 or PLACEHOLDER.fullmatch(n) or OWN.match(n) or has(n)
         return [f"no {name}" for name in names if not is_known(name)]
 
     def has_file(self, text: str) -> bool:

@@ -15,7 +15,7 @@ from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 
 WIDTHS, N, B = [3, 2, 4], 14, 3
-KEYS = random.fold_in(random.key(0), torch.arange(B))
+KEYS = random.key(range(B))
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
 
 
@@ -38,7 +38,7 @@ def bayes(**arguments: Any) -> vfl.HierarchicalBayes:
 
 
 def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.SplitNetwork:
-    arguments = {"keys": KEYS, "optimizer": SGD, **arguments}
+    arguments = {"seed": range(B), "optimizer": SGD, **arguments}
     made = vfl.SplitNetwork(bottom or bottoms(), likelihoods.categorical(3), **arguments).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

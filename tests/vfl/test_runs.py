@@ -12,7 +12,6 @@ import torch
 from support import splits
 from support.verticals import (
     GUIDES,
-    KEY,
     ROWS,
     SD,
     gaussian_data,
@@ -26,7 +25,7 @@ from support.verticals import (
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch import random, tree, vfl
+from fedtorch import tree, vfl
 from fedtorch.learns import UNDECLARED
 from fedtorch.report.folder import read
 from fedtorch.sites.vertical import FederatedParty
@@ -41,7 +40,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 def variational(guide: str = "sums, joint", **settings: Any) -> vfl.VariationalFit:
     model = vfl.augmented(likelihoods.gaussian(SD), predictors(), torch.tensor([0.5, 1.0]))
-    settings = {"key": KEY, "steps": 12, "draws": 2, "size": 2, "every": 5, "batch_size": 7} | settings
+    settings = {"steps": 12, "draws": 2, "size": 2, "every": 5, "batch_size": 7} | settings
     return vfl.VariationalFit(model, GUIDES[guide](), gaussian_data(rows=12), **settings)
 
 
@@ -53,7 +52,7 @@ def among_nodes() -> vfl.NodesRun:
 
 def networks() -> vfl.VariationalFit:
     network, rows = splits.CASES["sums"](), splits.data()._replace(weight=None)
-    return vfl.VariationalFit(network.model, network.server.guide, rows, key=random.key(0), steps=12, size=splits.B)
+    return vfl.VariationalFit(network.model, network.server.guide, rows, steps=12, size=splits.B)
 
 
 FITS: dict[str, Callable[[], VerticalRun]] = {
@@ -93,7 +92,7 @@ def test_sfvi_is_the_fit_with_all_its_rounds() -> None:
     fit = variational()
     for _ in fit.rounds(12):
         pass
-    settings = {"key": KEY, "steps": 12, "draws": 2, "size": 2, "every": 5, "batch_size": 7}
+    settings = {"steps": 12, "draws": 2, "size": 2, "every": 5, "batch_size": 7}
     done = vfl.sfvi(fit.model, GUIDES["sums, joint"](), gaussian_data(rows=12), **settings)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(done.parameters), tree.leaves(fit.parameters)))
     assert torch.equal(done.bounds, fit.bounds)
@@ -121,7 +120,7 @@ def test_a_history_counts_parties_and_bytes() -> None:
 def test_evaluation_is_that_of_the_predictive_mean() -> None:
     data = logistic_data([2, 1], 30)
     model = vfl.augmented(likelihoods.bernoulli(), predictors([2, 1]), torch.tensor([0.5, 1.0]))
-    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=30, lr=0.1, size=2)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, steps=30, lr=0.1, size=2)
     metrics = {"accuracy": ft.metrics.accuracy(), "cross entropy": ft.metrics.cross_entropy()}
     held = data._replace(weight=torch.arange(30.0).remainder(2))
     for rows, counts in ((data, torch.ones(30).bool()), (held, held.weight > 0)):
@@ -138,9 +137,9 @@ def test_predictions_in_one_graph_are_the_models() -> None:
     fit = variational(steps=2)
     list(fit.rounds(2))
     data = gaussian_data(rows=12)
-    exact = torch.stack([x @ t.mean(1).mT for x, t in zip(data.features, fit.sample(KEY, 20_000)[1:])]).sum(0)[..., 0]
-    exact = exact + fit.sample(KEY, 20_000)[0][..., :1].mean(1)
-    found = fit.predict(data.features, draws=20_000, key=KEY)
+    exact = torch.stack([x @ t.mean(1).mT for x, t in zip(data.features, fit.sample(20_000)[1:])]).sum(0)[..., 0]
+    exact = exact + fit.sample(20_000)[0][..., :1].mean(1)
+    found = fit.predict(data.features, draws=20_000)
     assert (found - exact).abs().max() < 5 * (2 * 3) ** 0.5 / 20_000**0.5
     network = splits.CASES["amortised"]()
     rows = splits.data()
@@ -191,7 +190,7 @@ def of_sites() -> vfl.NodesRun:
     """A party whose rows are at two sites."""
     data = VerticalData((torch.ones(4, 1), torch.ones(4, 2)), torch.tensor([0.0, 1.0, 1.0, 1.0]))
     bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
-    server, (one, other) = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=splits.KEYS[:1]).nodes(data)
+    server, (one, other) = vfl.SplitNetwork(bottoms, likelihoods.bernoulli()).nodes(data)
     rows = [(torch.ones(3, 2), torch.tensor([2, 0, 3])), (torch.ones(1, 2), torch.tensor([1]))]
     sites = ft.InProcess(ft.data.from_tensors(rows, ["north", "south"]))
     known = other.data._replace(features=())

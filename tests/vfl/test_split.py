@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.models import encoders
+from fedtorch.protocol.halves import encode, together
 from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.predictors import normal_prior
@@ -53,6 +54,38 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
     expected = sum(wire.size(Value(v)) for v in values), sum(wire.size(Gradient(v)) for v in values)
     assert all(found == expected for found in traffic)
     assert expected[0] - 8 * B * sum(widths) * N < 200 * len(widths)  # beside the numbers, headers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_new_rows_are_predicted_between_organisations_from_kept_halves(name: str, tmp_path: Path) -> None:
+    """Each node makes the network anew, reads its own file and has its own rows: what comes out is `predict`."""
+    trained, names, rows = CASES[name](), ["party 0", "party 1", "party 2"], data().features
+    in_one_graph(trained, data(), 2)
+    made = {node: CASES[name]() for node in ("server", *names)}
+    for part in (trained.server, *trained.parties):
+        part.save(tmp_path / part.name)
+    made["server"].server.load(tmp_path / "server")
+    halves = {0: made["server"].server_prediction(N, draws=5, seed=7)}
+    for j, party in enumerate(names):
+        made[party].parties[j].load(tmp_path / party)
+        own = {"draws": 5, "seed": 7, "accept_disclosure": True}
+        halves[j + 1] = made[party].party_prediction(party, rows[j], **own)
+    found = together(halves)[0][0]
+    assert torch.equal(found, trained.predict(rows, draws=5, seed=7))
+    own = made["party 0"].predict(rows, draws=5, seed=7)  # where the others' halves have not been read
+    assert not torch.equal(found, own)
+
+
+def test_what_is_sent_for_a_prediction() -> None:
+    """Values that only their sum should tell do not leave as they are, and a party has a name and rows of its own."""
+    half = CASES["sums"]().party_prediction("party 1", data().features[1])
+    with pytest.raises(ValueError, match="Expected a secure sum around a half"):
+        encode(next(half))
+    encode(next(CASES["plain"]().party_prediction("party 1", data().features[1])))
+    with pytest.raises(ValueError, match=r"Expected one of the parties .*, but got 'party 7'"):
+        CASES["plain"]().party_prediction("party 7", data().features[1])
+    with pytest.raises(ValueError, match="Expected finite features of 'party 1', but got NaN"):
+        CASES["plain"]().party_prediction("party 1", data().features[1] / 0)
 
 
 def test_gradient_messages_are_autograd_s() -> None:
@@ -161,7 +194,7 @@ def test_a_linear_network_is_the_linear_predictor() -> None:
         for predictor in networks:
             predictor.start.zero_()
         model = vfl.augmented(likelihoods.bernoulli(), predictors, 0.7)
-        fit = vfl.sfvi(model, guide, rows, key=random.key(0), steps=20, draws=3)
+        fit = vfl.sfvi(model, guide, rows, steps=20, draws=3)
         found.append(torch.cat([part.flatten() for part in fit.moments()]))
     assert torch.allclose(*found, rtol=0, atol=ROUNDING)
 
@@ -170,7 +203,7 @@ def test_sfvi_trains_the_networks_of_a_model() -> None:
     """A split network's model outside of it: the bound rises, and the networks that were given stay as they were."""
     network_, rows = CASES["sums"](), data()._replace(weight=None)
     model, before = network_.model, copy.deepcopy(network_)
-    fit = vfl.sfvi(model, network_.server.guide, rows, key=random.key(0), steps=60, lr=0.03, size=B, every=20)
+    fit = vfl.sfvi(model, network_.server.guide, rows, steps=60, lr=0.03, size=B, every=20)
     assert (fit.bounds[-1] > fit.bounds[0]).all()
     assert distance(network_, before) == 0
     trained, given = (m.predictors[0].stack.weights[0].detach() for m in (fit.model, model))
@@ -189,7 +222,7 @@ def test_gaussian_bound_averages_to_its_closed_form(rho: float) -> None:
     sd, size, draws = 0.8, 1, 500 if rho else 2
     prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoders.affine(), skewed=False))
     model = vfl.SplitNetwork(
-        [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), keys=KEYS[:size], bayes=prior
+        [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), seed=range(size), bayes=prior
     ).double()
     # s | y, w ~ N(η + (y − η) ρ²/(ρ² + σ²), …) is what a new encoder, which answers zero, starts from.
     model.train()
@@ -220,7 +253,7 @@ def test_rho_towards_zero_is_the_network_without_z(auxiliary: vfl.Auxiliary | No
     model = vfl.SplitNetwork(
         [mlp(width, [4], 1, activation=nn.Tanh).double() for width in widths],
         likelihoods.bernoulli(),
-        keys=KEYS[:1].repeat(2),
+        seed=[0, 0],
         bayes=vfl.HierarchicalBayes(rho=torch.tensor(rho), auxiliary=auxiliary),
         optimizer=descend,
     ).double()
@@ -477,10 +510,10 @@ def test_predictions_average_over_weights_and_noise() -> None:
     rho, draws = 1.5, 1000
     prior = vfl.HierarchicalBayes(rho=rho, random="*", sd=0.4)
     linear = [nn.Linear(1, 1, bias=False).double() for _ in range(2)]
-    model = vfl.SplitNetwork(linear, likelihoods.gaussian(1.0), keys=KEYS[:1], bayes=prior).double()
+    model = vfl.SplitNetwork(linear, likelihoods.gaussian(1.0), bayes=prior).double()
     x = torch.tensor([[2.0]], dtype=torch.float64)
-    totals = model.totals([x, x], draws, None, True).flatten()
-    bare = model.totals([x, x], draws, None, False).flatten()
+    totals = model.totals([x, x], draws, 0, True).flatten()
+    bare = model.totals([x, x], draws, 0, False).flatten()
     for found, variance in ((totals, 2 * (0.4 * 2) ** 2 + 2 * rho**2), (bare, 2 * (0.4 * 2) ** 2)):
         assert abs(found.var() - variance) < 4 * variance * (2 / draws) ** 0.5
 

@@ -208,7 +208,7 @@ def sfvi(small: bool) -> Work:
     likelihoods = first("fedtorch.vfl.model.likelihoods", "fedtorch.models.likelihoods")
     model = ft.vfl.augmented(likelihoods.bernoulli(), [ft.vfl.linear(5), ft.vfl.linear(6)], 1.0)
     guide, data = getattr(ft.vfl.Guide, "of", ft.vfl.Guide)(ft.vfl.sums()), vertical_data(60 if small else 800)
-    fit = functools.partial(ft.vfl.sfvi, model, guide, data, key=ft.random.key(0), steps=3 if small else 200)
+    fit = functools.partial(ft.vfl.sfvi, model, guide, data, steps=3 if small else 200)
     return lambda: norm(*ft.tree.leaves(fit().parameters))
 
 
@@ -216,12 +216,12 @@ def split_network(small: bool) -> Work:
     """Eight hierarchical Bayes split networks in one graph."""
     likelihoods = first("fedtorch.vfl.model.likelihoods", "fedtorch.models.likelihoods")
     mlp = first("fedtorch.vfl.model.split_nn", "fedtorch.models.split_nn").mlp
-    rows, keys = vertical_data(60 if small else 300, 8), ft.random.fold_in(ft.random.key(7), torch.arange(8))
+    rows = vertical_data(60 if small else 300, 8)
     steps = 2 if small else 50
 
     def work() -> float:
         bottoms, bayes = [mlp(width, (8, 8), 1) for width in (5, 6)], ft.vfl.HierarchicalBayes(rho=torch.ones(8))
-        network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, bayes=bayes).train()
+        network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=range(8), bayes=bayes).train()
         optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
         for step in range(steps):
             optimizer.zero_grad()

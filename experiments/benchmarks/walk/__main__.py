@@ -147,8 +147,8 @@ for module in list(sys.modules.values()):
 def vertical() -> Walk:
     """The second iteration of a split network among two parties and a server, in one process."""
     data = ft.vfl.VerticalData((torch.randn(20, 2), torch.randn(20, 3)), torch.ones(20))
-    bottoms, keys = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)], ft.random.key(0).reshape(1)
-    network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    bottoms = [torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)]
+    network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
     server, parties = network.nodes(data, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
     exchange(server, parties, Iteration(step=0))
     return Walk().of(lambda: exchange(server, parties, Iteration(step=1)))

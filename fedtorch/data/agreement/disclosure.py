@@ -1,8 +1,8 @@
 """A site's limits on answers about its columns, and the log of its answers.
 
-What a site has said of a column it says again, to the bit, and with one minimum for good: two answers that differ, by
-rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
-That it tells nothing is an answer, too: the largest minimum with which it tells something would count rows.
+A site repeats an earlier answer about a column, to the bit, and with one minimum for good. Two different answers,
+because of new rows, another minimum or other bins, would together disclose more than either does, so the site stores
+its answers. A refusal is an answer, too: the largest minimum with which a site answers would count rows.
 
 >>> log = AnswerLog(None)
 >>> log.once("bins of age", 10, lambda: [200, 61.5]), log.once("bins of age", 10, lambda: [201, 61.6])
@@ -28,28 +28,28 @@ _FILE = "answers.jsonl"
 
 
 class Refused(ValueError):
-    """Raised for what a site does not answer; its message goes to the server, and so has nothing of single rows."""
+    """Raised if a site does not answer; its message goes to the server, so it contains nothing about single rows."""
 
 
 class Disclosure(NamedTuple):
     """Limits on a site's answers about a formula."""
 
-    minimum: int = 10  # rows, at least, that are behind any number or name that it tells
-    columns: tuple[str, ...] | None = None  # that a formula may read; None for all but those of clients and persons
-    designs: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
-    person: str | None = None  # a column of the frame whose distinct values count for the minimum in place of rows
+    minimum: int = 10  # least rows behind any number or name in an answer
+    columns: tuple[str, ...] | None = None  # that a formula may read; None for all except those of clients and persons
+    designs: int = 100  # most designs by which it makes rows; each could test whether a level is present
+    person: str | None = None  # column whose distinct values count for the minimum in place of rows
     client: str | None = None  # the column of clients
 
     @property
     def counted(self) -> str:
-        """Return the word for what `minimum` counts: "rows" or "persons"."""
+        """Return what `minimum` counts: "rows" or "persons"."""
         return "rows" if self.person is None else "persons"
 
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
-        """Raise `Refused` for a formula that reads other columns, and for a smaller minimum.
+        """Raise `Refused` for a formula with other columns, and for a smaller minimum.
 
-        The columns of clients and persons are among the others, also where they are listed: a level that is declared
-        would tell whether somebody of that name is there.
+        The columns of clients and persons are refused, even if listed: a declared level would disclose whether somebody
+        of that name is present.
         """
         if minimum < self.minimum:
             raise Refused(
@@ -65,10 +65,10 @@ class Disclosure(NamedTuple):
 
 
 class AnswerLog:
-    """Answers that a site has given, kept so that a repeated question gets the same answer, and its number of designs.
+    """A site's answers, stored so that a repeated question gets the same answer, and its number of designs.
 
     Args:
-        folder: of the site's states, where it is kept; None keeps it as long as this object.
+        folder: of the site's states; None stores the answers in this object only.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -78,12 +78,12 @@ class AnswerLog:
         self._complete: dict[tuple[str, ...], bool] = {}  # columns -> whether complete rows were told of
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
-        """Return the answer that was given before, which may be None, or give it for the first time.
+        """Return the earlier answer, which may be None, or compute and store it.
 
         Raises:
-            Refused: it was told with another minimum.
+            Refused: the earlier answer used another minimum.
         """
-        answer = json.loads(json.dumps(tell()))  # lists for tuples, as a file has them
+        answer = json.loads(json.dumps(tell()))  # turns tuples into lists, as a file does
         with self._facts.alone():
             if what not in self._answers:
                 self._facts.add({"what": what, "minimum": minimum, "answer": answer})
@@ -102,12 +102,12 @@ class AnswerLog:
         return before["answer"]
 
     def has_told(self, what: str) -> bool:
-        """Return whether the site has given an answer under this name."""
+        """Return whether the site has an answer under this name."""
         with self._facts.alone():
             return self._answers.get(what, {"answer": None})["answer"] is not None
 
     def count(self, design: str, most: int) -> None:
-        """Count a design that rows are made by; raise `Refused` for one too many."""
+        """Count a design by which rows are made; raise `Refused` above the limit."""
         with self._facts.alone():
             if (name := _digest(design)) in self._designs:
                 return

@@ -1,24 +1,23 @@
-"""Histograms of a column of which nothing of few rows can be learnt, and what follows from those of all sites.
+"""Histograms of a column that disclose nothing about few rows, and quantities derived from all sites' histograms.
 
-Cells are halves of halves of the numbers: [0, 128) of [0, 64) and [64, 128), and so on, alike for every column and
-site. A cell is halved where both halves have `minimum` rows, at most six times over. Where one has fewer, its rows
-count with the other's, which is halved on: so the rare ends of a column take no part in where bins end. A histogram
-says where cells were halved, and how many rows lie between.
+Cells are repeated halves of the number line: [0, 128) of [0, 64) and [64, 128), and so on, the same for every column
+and site. A cell is halved if both halves have `minimum` rows, at most six times. If one has fewer, its rows count with
+the other's, which is halved further: rare values in the tails thus do not affect where bins end. A histogram contains
+where cells were halved, and how many rows lie between.
 
-*What that tells.* Whatever a set of values is, the rows that are surely in it are none, or at least `minimum`: each bin
-has a cell that is left when it is halved no more, with `minimum` rows of its own, and all rows of the bin might have
-any one value of this cell. Then they are halved in the same places, into the same counts. So nobody finds, of any value
-or tail, that some rows have it and fewer than `minimum`, whatever he knows of the values that a column may have. Means
-and sums of squares have no such bound, rounded or not: with a histogram beside them, or values that may be few, they
-are equations of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those
-of logarithms.
+*Disclosure.* For any set of values, the rows that are surely in it are none, or at least `minimum`: each bin has a cell
+that is not halved any further, with `minimum` rows of its own, and all rows of the bin might have any one value of this
+cell, with the same halvings and counts. Nobody can therefore infer, for any value or tail, that some rows have it and
+fewer than `minimum`, with any knowledge of the column's possible values. Means and sums of squares have no such bound,
+rounded or not: with a histogram, or few possible values, they are equations whose solution is the counts. So a site
+sends none, and mean and sd are derived from histograms, also those of logarithms.
 
-Where several rows may be of one person, persons count for `minimum` in place of rows, in both halves if they have rows
-in both. Bins say how many rows lie in them all the same.
+If several rows may belong to one person, persons count for `minimum` in place of rows, in both halves if they have rows
+in both. Bins still contain numbers of rows.
 
 Bins of whole numbers end half-way between two of these, and rows of a bin are spread over its whole numbers. The outer
-two have no end of their own, for that would tell where the smallest and the largest value are: they end where they
-would if rows got exponentially fewer from the density in the bins beside them.
+two bins have no end of their own, which would disclose the smallest and the largest value: they end as if the number of
+rows fell exponentially from the density in the adjacent bins.
 
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)
@@ -40,8 +39,8 @@ from typing import NamedTuple
 
 import numpy
 
-_HALVED = 6  # times, at most: bins are 64 at most
-_TAIL = 2  # widths over which rows that get exponentially fewer would be spread evenly, with the same mean
+_HALVED = 6  # most halvings: at most 64 bins
+_TAIL = 2  # widths of even spread with the same mean as an exponential tail
 
 
 class Histogram(NamedTuple):
@@ -53,7 +52,7 @@ class Histogram(NamedTuple):
 
 
 class _Halved(NamedTuple):
-    """Where a cell and its halves were halved, and the ends of the first that was."""
+    """Positions at which a cell and its halves were halved, and the ends of the first halved one."""
 
     ends: list[float]
     lower: float
@@ -61,14 +60,14 @@ class _Halved(NamedTuple):
 
 
 def histogram(values: numpy.ndarray, minimum: int, persons: numpy.ndarray | None = None) -> Histogram | None:
-    """Return a site's histogram, None where it would have fewer than three bins, which say nothing of scale.
+    """Return a site's histogram, None if it would have fewer than three bins, too few to estimate a scale.
 
-    Of two whole numbers beside each other, as of yes and no, two bins are enough.
+    Two adjacent whole numbers, such as 0 and 1 for a yes/no column, need only two bins.
 
     Args:
         values: of the rows `(N,)`.
         minimum: rows of a bin, at least.
-        persons: whose rows they are, numbers `(N,)`: then a bin has `minimum` persons, at least.
+        persons: number of each row's person `(N,)`: a bin then has at least `minimum` persons.
 
     >>> histogram(numpy.array([1.0, 2.0, 3.0]), minimum=10) is None
     True
@@ -101,18 +100,18 @@ def histogram(values: numpy.ndarray, minimum: int, persons: numpy.ndarray | None
 
 def _tail(count: int, width: float, beside: int, whole: bool) -> float:
     """Return the width of an outer bin, from the width and the rows of the bin beside it."""
-    if whole and width == 1:  # classes, of which the last is the last
+    if whole and width == 1:  # classes, which have no tail
         return 1.0
     return _TAIL * count / beside * width
 
 
 def behind(chosen: numpy.ndarray, persons: numpy.ndarray | None) -> int:
-    """Return how many rows are chosen, bool `(N,)`, or how many persons they are of."""
+    """Return the number of chosen rows, bool `(N,)`, or of their persons."""
     return int(chosen.sum()) if persons is None else len(numpy.unique(persons[chosen]))
 
 
 def _between(persons: numpy.ndarray | None) -> Callable[[int, int], int]:
-    """Return a function of two places that counts the rows between them, or the persons of these rows."""
+    """Return a function of two positions that counts the rows between them, or their persons."""
     if persons is None:
         return lambda first, last: last - first
     return functools.cache(lambda first, last: len(numpy.unique(persons[first:last])))
@@ -126,7 +125,7 @@ def _halved(
     minimum: int,
     times: int,
 ) -> _Halved | None:
-    """Return where a cell is halved that has the rows from one to another of ascending values, None where it is not."""
+    """Return where to halve a cell with a range of ascending values, or None."""
     (first, last), (low, high) = rows, ends
     while times and count(first, last) >= 2 * minimum and values[first] < values[last - 1]:
         middle = (low + high) / 2
@@ -149,7 +148,7 @@ def _halved(
 
 
 def logarithm(part: Histogram) -> Histogram | None:
-    """Return the histogram of the logarithms of positive values; None where too few bins say where they begin.
+    """Return the histogram of the logarithms of positive values; None if too few bins determine their start.
 
     >>> logarithm(Histogram((1.0, 10.0, 100.0), (5, 5))).counts
     (5, 5)
@@ -179,16 +178,16 @@ def mean_and_squares(parts: Sequence[Histogram]) -> tuple[float, float]:
 
 
 def rows(parts: Sequence[Histogram]) -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     return sum(sum(part.counts) for part in parts)
 
 
 def quantiles(parts: Sequence[Histogram], probabilities: Sequence[float]) -> list[float]:
-    """Return quantiles of all rows together, those of a bin spread evenly; the same bits in any order of sites."""
+    """Return quantiles of all rows together, with rows spread evenly in bins; the same bits in any order of sites."""
     points = sorted({end for part in parts for end in part.ends})
     below = [numpy.interp(points, part.ends, numpy.cumsum([0, *part.counts])).tolist() for part in parts]
     total = [math.fsum(counts) for counts in zip(*below, strict=True)]
-    rising = [0, *(i for i in range(1, len(total)) if total[i] > total[i - 1])]  # no rows between two others
+    rising = [0, *(i for i in range(1, len(total)) if total[i] > total[i - 1])]  # no rows in between
     wanted = [probability * total[-1] for probability in probabilities]
     return numpy.interp(wanted, [total[i] for i in rising], [points[i] for i in rising]).tolist()
 

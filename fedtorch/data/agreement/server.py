@@ -1,13 +1,13 @@
-"""The server's side: ask sites about the columns of a formula, and make a design from their answers.
+"""The server's part: questions to sites about the columns of a formula, and the design from their answers.
 
-The conversation is a generator: it yields a question for all sites, is given their answers by name, and returns the
+The conversation is a generator: it yields a question for all sites, receives their answers by name, and returns the
 design. Questions and answers are JSON.
 
-1. `describe`: the formula, the minimum, offsets and other columns beside the formula's, which levels are declared. A
-   site reads the formula against the fixed list, compares it with its policy, and tells of its own columns what at
-   least `minimum` of its own rows are behind: histograms of columns that are scaled or have knots, of the response and
-   of offsets, from which means and sds follow; names of levels.
-2. `make`: the design. Each site makes its own rows by it, or refuses where a row has a level that is in none.
+1. `describe`: the formula, the minimum, offsets and other columns besides the formula's, and which levels are
+   declared. A site parses the formula, checks it against its policy, and answers about its own columns with numbers and
+   names behind which are at least `minimum` of its own rows: histograms of columns that are scaled or have knots, of
+   the response and of offsets, which give means and sds; names of levels.
+2. `make`: the design. Each site makes its own rows by it, or refuses if a row has an unknown level.
 
 >>> import pandas
 >>> from fedtorch.data.agreement.site import Answers, Disclosure
@@ -69,16 +69,16 @@ _MOST_BINS = 100_000
 
 
 class Request(NamedTuple):
-    """What sites are to agree on."""
+    """Settings of an agreement between sites."""
 
     formula: str
-    minimum: int = 10  # rows that are behind any number or name that a site tells
+    minimum: int = 10  # least rows behind any number or name in an answer
     group: str = ""  # the column of clients
-    levels: Mapping[str, Sequence[Any]] = _NONE  # declared, by column, the reference first
-    other: Mapping[str, str] = _NONE  # by column, the level as which rows count whose own is too rare
+    levels: Mapping[str, Sequence[Any]] = _NONE  # declared levels by column, the reference first
+    other: Mapping[str, str] = _NONE  # by column, the level that replaces rare levels
     bounds: Mapping[str, tuple[float, float]] = _NONE  # by column, the outer knots of splines
     scales: Mapping[str, tuple[float, float]] = _NONE  # declared means and sds, by column or "log(column)"
-    standardise: bool = True  # whether columns of x that are numbers as they are get centred and scaled
+    standardise: bool = True  # whether numeric columns of x are centred and scaled
     offset: str | None = None
     weights: str | None = None
     trials: str | None = None
@@ -87,7 +87,8 @@ class Request(NamedTuple):
         """Return the formula.
 
         Raises:
-            ValueError: what `parse` refuses; a minimum below 1, bounds that are none, columns that it does not read.
+            ValueError: the errors of `parse`; a minimum below 1, invalid bounds, columns that the formula does not
+                read.
         """
         formula = parse(self.formula)
         if self.minimum < 1:
@@ -117,7 +118,7 @@ class Request(NamedTuple):
 
 
 class SiteAnswers(NamedTuple):
-    """Answers of all sites, and what follows from them.
+    """Answers of all sites, and quantities derived from them.
 
     >>> told = [[30.0, 40.0, 50.0, 60.0, 70.0], [20, 30, 40, 20], False]
     >>> answers = SiteAnswers({"a": {"histograms": {"age": told}}, "b": {"histograms": {"age": None}}}, minimum=10)
@@ -150,7 +151,7 @@ class SiteAnswers(NamedTuple):
     def spline(self, variable: Variable) -> Spline:
         """Return knots at quantiles of the sites' histograms, between declared bounds or their outer ends.
 
-        They are round numbers as means are.
+        Knots are round numbers, like means.
         """
         parts = self._histograms(variable.quantity)
         mean, squares = mean_and_squares(parts)
@@ -162,15 +163,15 @@ class SiteAnswers(NamedTuple):
         return spline_of_quantiles(variable, inner, lower, upper)
 
     def polynomial(self, variable: Variable, scale: Scale) -> Polynomial:
-        """Return polynomials that are orthogonal over the rows as the sites' histograms have them."""
+        """Return polynomials that are orthogonal over the rows of the sites' histograms."""
         sums = power_sums(self._histograms(variable.quantity), scale.mean, scale.sd, variable.number)
         return polynomial_of_sums(variable, scale, numpy.array(sums))
 
     def levels(self, column: str, other: str | None) -> Levels:
-        """Return the levels that any site names, and `other`.
+        """Return the levels that any site reports, and `other`.
 
         Raises:
-            ValueError: they are fewer than two.
+            ValueError: there are fewer than two.
         """
         names: set[str] = set()
         for site in self.answers:
@@ -256,17 +257,17 @@ def _wrong(site: str, wanted: str, got: Any) -> ValueError:
 
 
 def conversation(request: Request | Design) -> Conversation:
-    """Ask sites, and return the design that all have agreed on.
+    """Ask sites, and return the agreed design.
 
     Args:
-        request: what they are to agree on; or a design, agreed on before, for sites that come later.
+        request: settings of the agreement; or an earlier design, for sites that join later.
 
     Raises:
-        ValueError: a site refuses, or says something else than was asked; what the sites tell is not enough. The
-            message names site and column.
+        ValueError: a site refuses, or sends an unexpected answer; or the answers do not suffice. The message names site
+            and column.
     """
     text = (request if isinstance(request, Design) else (yield from _described(request))).to_json()
-    design = Design.from_json(text)  # as sites have it, also in the order of its parts
+    design = Design.from_json(text)  # in the sites' form, also in the order of its parts
     _check_answers((yield {"step": "make", "design": text}), design.formula)
     return design
 
@@ -289,10 +290,10 @@ def _described(request: Request) -> Conversation:
 
 
 def agreed(request: Request, sites: Mapping[str, Answers]) -> Design:
-    """Go through the conversation in this process.
+    """Run the conversation in this process.
 
     Args:
-        request: what is to be agreed on.
+        request: settings of the agreement.
         sites: by name.
 
     Raises:
@@ -313,7 +314,7 @@ def _as_sent(value: Any) -> Any:
 
 
 def _check_answers(answers: Mapping[str, Any], formula: str) -> None:
-    """Refuse to go on where a site has refused."""
+    """Raise an error if a site has refused."""
     refused: dict[str, list[str]] = {}
     for site, answer in answers.items():
         if "refused" in answer:
@@ -324,7 +325,7 @@ def _check_answers(answers: Mapping[str, Any], formula: str) -> None:
 
 
 def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], known: SiteAnswers) -> Design:
-    """Return the design that the sites' answers determine."""
+    """Build the design from the sites' answers."""
     text = known.text(declared)
     needs = requirements(formula, {*text, *declared})
     for column in text:
@@ -360,10 +361,10 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
 
 
 def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], known: SiteAnswers) -> Scale | None:
-    """Return the scale of a response less its offsets; None without a site's histogram, as where it does not vary.
+    """Return the scale of a response minus its offsets; None without a site's histogram, for example if it is constant.
 
-    Its sd is the response's alone. A histogram of the difference would be a second one of the same rows, and which
-    offsets make it is for who asks to say.
+    Its sd is the response's alone. A histogram of the difference would be a second one of the same rows, with offsets
+    chosen by the server.
     """
     offsets = [*formula.offset, *([] if request.offset is None else [Quantity(request.offset)])]
     if formula.response not in wanted or not all(map(known.has_histogram, [formula.response, *offsets])):
@@ -373,15 +374,15 @@ def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], kn
 
 
 def _also(request: Request, formula: Formula) -> list[str]:
-    """Return the quantities whose mean and sd are asked for though no encoding needs them."""
+    """Return further quantities whose mean and sd are needed, though not for an encoding."""
     plain = [variable.quantity.name for variable in formula.variables if not variable.function]
-    return sorted({*(plain if request.standardise else []), formula.response.name})  # whose units priors are in
+    return sorted({*(plain if request.standardise else []), formula.response.name})  # in whose units priors are
 
 
 def _standardised(design: Design, scales: Mapping[Quantity, Scale], known: SiteAnswers) -> Design:
-    """Return the design with columns of x that are numbers of their own centred and scaled; the rest stays.
+    """Return the design with numeric columns of x centred and scaled; the rest is unchanged.
 
-    Of other columns, indicators, splines and products, no site tells how often they are what.
+    For other columns, indicators, splines and products, sites send no frequencies.
     """
     chosen = {quantity.name: scale for quantity, scale in scales.items()}
     for variable in design.parsed.variables:

@@ -1,4 +1,4 @@
-"""A site's side: answer what a server asks about the columns of a formula, and make rows by what was agreed on.
+"""A site's part: answers to the server about the columns of a formula, and rows by the agreed design.
 
 >>> import pandas
 >>> sexes = ["f", "m"] * 9 + ["x", "f"]
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
     import pandas
 
 _LOG = logging.getLogger(__name__)
-_LARGEST = 100.0  # the decimal logarithm of what a design may make of numbers of about one
+_LARGEST = 100.0  # largest decimal logarithm of scaled numbers
 
 
 class Answers:
-    """Answer what a server asks about a site's frame.
+    """Answers to a server's questions about a site's frame.
 
     Args:
         frame: of the site; it does not leave this process.
-        disclosure: what the site tells at most.
-        folder: of states, where it keeps what it has told; None keeps it as long as this object.
+        disclosure: limits on the site's answers.
+        folder: of states, where it stores its answers; None stores them in this object only.
         name: of the site, for its own messages.
         drop: whether rows that lack a cell of a formula's columns are left out of all that it tells of the formula.
 
     Attributes:
-        agreed: the design that it was given last, None before.
+        agreed: the last design received, None before.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Answers:
         self.agreed: Design | None = None
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a question; what is not answered is `refused`, for a reason without single rows."""
+        """Return the answer to a question, or `refused` with a reason without single rows."""
         try:
             if not isinstance(question, dict) or question.get("step") not in _STEPS:
                 raise Refused(f"expected one of the steps {sorted(_STEPS)}")
@@ -80,7 +80,7 @@ class Answers:
         except Refused as error:
             _LOG.warning("refused: %s", error)
             return {"refused": str(error)}
-        except Exception as error:  # whatever happens here, the server hears no more of it than its kind
+        except Exception as error:  # the server receives only the kind of an error
             _LOG.exception("this site could not answer")
             return {"refused": without_rows(error, "the site failed with ")}
 
@@ -170,7 +170,7 @@ class Answers:
         return formula
 
     def _has(self, columns: Sequence[str]) -> None:
-        """Refuse a formula that reads a column that is not there."""
+        """Raise for a formula with a missing column."""
         names = list(self._cells.frame.columns)
         if absent := [column for column in columns if names.count(column) != 1]:
             raise Refused(
@@ -178,9 +178,9 @@ class Answers:
             )
 
     def _histogram(self, column: str, minimum: int) -> list[Any] | None:
-        """Return the histogram of a column: the one given before, or that of its values.
+        """Return the histogram of a column: the stored one, or that of its values.
 
-        Beside the names of its common levels, its counts would be those of the others.
+        With the names of common levels beside it, its counts would be those of the rare ones.
         """
         if self._log.has_told(f"levels of {column!r}"):
             raise Refused(
@@ -191,7 +191,7 @@ class Answers:
         return bins
 
     def _bins(self, column: str, minimum: int) -> Histogram | None:
-        """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""
+        """Return the histogram of a column; if few cells are missing, they count in the bin with most rows."""
         values, persons = self._numbers(Quantity(column)), self._persons
         missing = numpy.isnan(values)
         made = histogram(values[~missing], minimum, None if persons is None else persons[~missing])
@@ -202,12 +202,12 @@ class Answers:
         return made._replace(counts=tuple(counts))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
-        """Return the numbers of a quantity that are there."""
+        """Return the observed numbers of a quantity."""
         values = self._numbers(quantity)
         return values[~numpy.isnan(values)]
 
     def _numbers(self, quantity: Quantity) -> numpy.ndarray:
-        """Return the numbers of a quantity, NaN where there are none."""
+        """Return the numbers of a quantity, NaN for missing ones."""
         if not self._cells.numeric(quantity.column):
             raise Refused(f"the site's column {quantity.column!r} has no numbers; write it as a factor, on its own")
         values = self._cells.numbers(quantity.column)
@@ -229,7 +229,7 @@ class Answers:
         return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
-        """Return the levels that enough rows have, or enough persons."""
+        """Return the levels with enough rows, or enough persons."""
         names, counts = self._names(column), Counter[str]()
         if self._persons is None:
             counts.update(names)
@@ -253,7 +253,7 @@ class Answers:
             )
 
     def _names(self, column: str) -> list[str]:
-        """Return the values of a factor that are there."""
+        """Return the observed values of a factor."""
         whole = Cells(self._cells.frame[[column]].dropna())
         return whole.levels(column).tolist()
 
@@ -268,9 +268,9 @@ _STEPS = {"describe": Answers.describe, "make": Answers.make}
 
 
 def _check_sizes(design: Design) -> None:
-    """Refuse a design whose centres and scales make large numbers together, of which rows may overflow.
+    """Refuse a design whose centres and scales together make numbers so large that rows may overflow.
 
-    A design comes from the server. Whether rows overflow by it would tell how large the largest value is.
+    A design comes from the server. An overflow in rows would disclose the size of the largest value.
     """
     encoding = design.encoding
     for column in design.made:
@@ -291,19 +291,19 @@ def _check_sizes(design: Design) -> None:
 
 
 def _size(scale: Scale | None) -> float:
-    """Return the decimal logarithm of what numbers of about one become by a centre and a scale, at least 0."""
+    """Return the decimal logarithm of numbers of about one after centring and scaling, at least 0."""
     return 0.0 if scale is None else max(0.0, math.log10(1.0 + abs(scale.mean)) - math.log10(scale.sd))
 
 
 def described(formula: Formula, needs: Requirements, also: Sequence[str]) -> tuple[Quantity, ...]:
-    """Return the quantities whose mean and sd are wanted: those that are scaled, and others by their names."""
+    """Return the quantities whose mean and sd are needed: scaled ones, and others by their names."""
     every = dict.fromkeys([formula.response, *(variable.quantity for variable in formula.variables)])
     wanted = {*needs.quantities, *(each for each in every if each.name in also and each.column in needs.numbers)}
     return tuple(each for each in every if each in wanted)
 
 
 def spread(needs: Requirements) -> tuple[Quantity, ...]:
-    """Return the quantities whose histogram is wanted."""
+    """Return the quantities whose histogram is needed."""
     return tuple(dict.fromkeys(variable.quantity for variable in (*needs.splines, *needs.polynomials)))
 
 

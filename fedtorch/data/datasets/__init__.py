@@ -1,9 +1,9 @@
-"""Real data sets, small enough to try things on.
+"""Small real data sets.
 
-`digits`, `breast_cancer` and `diabetes` ship inside scikit-learn. The others are files, which
-`fedtorch.data.cache` finds in `FEDTORCH_DATA_DIR` or downloads where their publisher offers them one by one;
-`fedtorch.data.catalogue` says whose they are and under which licence. Data with natural clients come as
-`FederatedData`, whose `names` are the clients' and whose `features` are those of the columns of x.
+`digits`, `breast_cancer` and `diabetes` ship inside scikit-learn. The others are files, which `fedtorch.data.cache`
+finds in `FEDTORCH_DATA_DIR` or downloads if their publisher offers them one by one; `fedtorch.data.catalogue` lists
+their owners and licences. Data with natural clients are `FederatedData` with the clients' `names` and the columns'
+`features`.
 
 >>> from fedtorch.data import digits, dirichlet, partition
 >>> partition(digits(), dirichlet(0.3), clients=100, seed=0)

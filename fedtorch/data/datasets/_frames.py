@@ -1,4 +1,4 @@
-"""From tables of files to the rows of clients: what the loaders share."""
+"""Shared helpers of the loaders: from files' tables to clients' rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def read(name: str, filename: str, **options: Any) -> pandas.DataFrame:
     """Read a file of a data set by pandas."""
-    import pandas  # here, because few need it and it takes long to import
+    import pandas  # imported here, because it is slow to import and few runs need it
 
     return pandas.read_csv(locate(name, filename), **options)
 
@@ -32,11 +32,11 @@ def by_client(
     """Return rows grouped by client, otherwise in their order.
 
     Args:
-        client: whose each row is, n strings.
+        client: of each row, n strings.
         rows: a tree of arrays `(n, ...)`; floats become `dtype`, integers int64.
         dtype: of the floats.
         features: the names of the columns of the first array.
-        names: the clients wanted, in their order; all in order of first appearance unless given.
+        names: the selected clients, in their order; default: all in order of first appearance.
     """
     labels = [str(c) for c in client]
     wanted = list(dict.fromkeys(labels)) if names is None else list(names)
@@ -60,7 +60,7 @@ def scaled(x: numpy.ndarray, standardise: bool) -> numpy.ndarray:
 
 
 def one_hot(frame: pandas.DataFrame, drop_first: bool) -> pandas.DataFrame:
-    """Return the numeric columns as they are, each other one as columns `name=level` in sorted order of the levels."""
+    """Return the numeric columns unchanged, each other one as columns `name=level` in sorted order of the levels."""
     import pandas
 
     text = [name for name in frame.columns if not pandas.api.types.is_numeric_dtype(frame[name])]
@@ -68,7 +68,7 @@ def one_hot(frame: pandas.DataFrame, drop_first: bool) -> pandas.DataFrame:
 
 
 def choose(what: str, wanted: Sequence[str] | None, available: Sequence[str]) -> list[str]:
-    """Return the `wanted` names, or all; refuse one that is not available, or twice."""
+    """Return the `wanted` names, or all; refuse unavailable and repeated names."""
     if wanted is None:
         return list(available)
     if isinstance(wanted, str) or not wanted:

@@ -61,11 +61,11 @@ def student_performance(
 def school(dtype: torch.dtype = torch.float32) -> FederatedData:
     """Load examination scores of 15362 pupils in 139 London schools, "1" … "139", with 22 to 251 pupils each.
 
-    Rows (x `(28,)`, y, the score in 1…70): dummies of the year, of the pupil's gender, verbal reasoning band
-    (in the file's order 3, 1, 2) and ethnicity, of the school's gender and denomination; the school's
-    percentages of pupils with free meals and in band 1; and a constant 1 at the end. The file has no names:
-    those of the features follow the codes of its source, and where these leave it open (gender and band), who
-    goes to which school and the mean scores.
+    Rows (x `(28,)`, y, the score in 1…70): dummies of the year, of the pupil's gender, verbal reasoning band (in the
+    file's order 3, 1, 2) and ethnicity, of the school's gender and denomination; the school's percentages of pupils
+    with free meals and in band 1; and a constant 1 at the end. The file has no names: those of the features follow the
+    codes of its source, and, where these are ambiguous (gender and band), the composition of the schools and the mean
+    scores.
 
     Source: Inner London Education Authority, 1985–1987; Nuttall, Goldstein, Prosser, Rasbash (1989), as coded by
     Bakker and Heskes (2003), "Task clustering and gating for Bayesian multitask learning"; no licence stated.

@@ -1,7 +1,6 @@
-"""Data sets that ship inside scikit-learn, so that they are at hand without a file or a network.
+"""Data sets that ship inside scikit-learn, available without further files or a network.
 
-Their files are read where scikit-learn has them, without an import of it, which takes as long as all else that a first
-round needs.
+Their files are read directly, without importing scikit-learn, which takes as long as the whole rest of a first round.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ def cmapss(
     stated.
 
     Args:
-        train: whether to take the engines that run to failure or those of the test part.
-        sensors: which of the sensors 1 … 21 are the columns of y, all unless given.
+        train: True for the engines that run to failure, False for the test part.
+        sensors: indices 1 … 21 of the sensors in the columns of y; default: all.
         dtype: of x and y.
-        remaining_life: whether y has a last column with the cycles that the engine has left after the row: 0 in the
-            last row of one that runs to failure, of those of the test part what the file of the truth says.
+        remaining_life: whether y has a last column with the engine's remaining cycles after the row: 0 in the last row
+            of one that runs to failure; in the test part from the file of true values.
     """
     chosen = [int(name) for name in choose("sensors", _strings(sensors), _strings(range(1, 22)) or [])]
     table = numpy.loadtxt(locate("cmapss", f"{'train' if train else 'test'}_FD001.txt"))
@@ -66,7 +66,7 @@ def battery(
 
     Args:
         which: "calce", "xjtu" or "mit".
-        batches: of the cells, all unless given; "calce" has none.
+        batches: of the cells; default: all. "calce" has none.
         dtype: of x and y.
     """
     choose("batteries", [which], list(BATTERIES))

@@ -38,10 +38,10 @@ def tcpa_brca_rppa(
     (TCGA-BRCA-L4, TCGA v4.2); no licence stated.
 
     Args:
-        proteins: by the name of the antibody in the file without what says how it was validated, such as
-            "LKB1", "p27_pT157", "E.Cadherin" (file: E.Cadherin.R.V_GBL1113286); unless given, the 217 of the
-            224 that were measured in every sample.
-        minimum: sites with more samples than this are kept.
+        proteins: by the name of the antibody in the file without its validation status, such as "LKB1", "p27_pT157",
+            "E.Cadherin" (file: E.Cadherin.R.V_GBL1113286); default: the 217 of the 224 that were measured in every
+            sample.
+        minimum: sites with more samples than this are included.
         primary: whether to keep only samples of primary tumours (874 of the 901).
         dtype: of x.
 
@@ -71,8 +71,8 @@ def tcga_brca_expression(
     gene networks across multiple subpopulations and data types" (R package JEGN, GPL-2).
 
     Args:
-        genes: by their symbols, such as "WNT1"; unless given, all 139.
-        minimum: sites with more samples than this are kept.
+        genes: by their symbols, such as "WNT1"; default: all 139.
+        minimum: sites with more samples than this are included.
         dtype: of x.
     """
     frame = read("tcga_brca_expression", "tcga_brca_kegg05224_mrnaseq.csv")
@@ -89,7 +89,7 @@ def fed_tcga_brca(train: bool = True, dtype: torch.dtype = torch.float32) -> Fed
     Source: Liu et al. (2018), Cell 173, 400–416; prepared by Ogier du Terrail et al. (2022), "FLamby" (MIT).
 
     Args:
-        train: whether to take the patients for training or those for testing.
+        train: True for the training patients, False for the test patients.
         dtype: of x and y.
     """
     frame = read("fed_tcga_brca", "brca.csv").set_index("pid")

@@ -59,9 +59,9 @@ def heart_disease(
         standardise: whether each feature gets mean 0 and variance 1 over the rows of each hospital; a feature
             that is constant in a hospital becomes 0 there.
         dtype: of x.
-        as_frame: whether all 920 patients come as they were published, a pandas frame with the column `hospital` and 14
-            others of numbers, with NaN for what is missing, which a cholesterol and a blood pressure of 0 are, too;
-            `disease` is 0 or 1. Other arguments are not read.
+        as_frame: whether to return all 920 patients as published, in a pandas frame with the column `hospital` and 14
+            numeric ones, with NaN for missing values, including a cholesterol or a blood pressure of 0; `disease` is 0
+            or 1. Other arguments are not used.
     """
     if as_frame:
         return _frame()
@@ -100,8 +100,8 @@ def _table(hospital: str) -> numpy.ndarray:
 
 
 def _frame() -> pandas.DataFrame:
-    """Return all hospitals' patients, with what is missing."""
-    import pandas  # it takes long to import
+    """Return all hospitals' patients, with missing values as NaN."""
+    import pandas  # slow to import
 
     tables = [_table(name) for name in HOSPITALS]
     frame = pandas.DataFrame(numpy.concatenate(tables), columns=[*MEASURED, "disease"])

@@ -1,4 +1,4 @@
-"""Images, without clients of their own: `fedtorch.data.partition` gives them some."""
+"""Images without natural clients, for `fedtorch.data.partition`."""
 
 from __future__ import annotations
 

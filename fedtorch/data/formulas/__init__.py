@@ -1,6 +1,6 @@
-"""Formulas of regression models, `death ~ age + sex + (1 + age | hospital)`: read, encoded, and made into rows.
+"""Formulas of regression models, `death ~ age + sex + (1 + age | hospital)`: parser, encoding, and rows.
 
-`parsing` reads a formula, which is data and never code; `encoding` has everything that rows of different clients must
-agree on, levels of factors, knots, means and scales; `requirements` says what of it a formula needs; `design` makes
-rows (x, y) from frames.
+`parsing` parses a formula, which is data and never code; `encoding` contains everything that rows of different clients
+must share, levels of factors, knots, means and scales; `requirements` lists the parts that a formula needs; `design`
+makes rows (x, y) from frames.
 """

@@ -25,14 +25,14 @@ def as_frame(frame: Any) -> pandas.DataFrame:
     """Return a frame as one of pandas.
 
     Raises:
-        TypeError: it is none, nor offers `__dataframe__`.
+        TypeError: it is not a frame and has no `__dataframe__`.
     """
-    import pandas as pd  # at first use, because it takes long to import
+    import pandas as pd  # imported at first use, because it is slow to import
 
     if isinstance(frame, pd.DataFrame):
         return frame
     if hasattr(frame, "__dataframe__") and hasattr(pd.api, "interchange"):
-        with warnings.catch_warnings():  # pandas 3 deprecates the protocol that frames of others offer
+        with warnings.catch_warnings():  # pandas 3 deprecates the protocol of other libraries' frames
             warnings.filterwarnings("ignore", message="The Dataframe Interchange Protocol is deprecated")
             return pd.api.interchange.from_dataframe(frame)
     if hasattr(frame, "to_pandas"):
@@ -55,9 +55,9 @@ class Cells:
     Args:
         frame: of pandas, or with `__dataframe__`.
         group: the column of clients, if the frame has it.
-        site: whose frame it is, where it has no such column.
+        site: site of the frame, if it has no such column.
         missing: whether numbers may be missing (NaN).
-        shares: of factors that were imputed, column -> how much of each row counts as each level, `(n, levels)`.
+        shares: of imputed factors, column -> share of each level in each row, `(n, levels)`.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Cells:
         return len(self.frame)
 
     def where(self, row: int | None = None) -> str:
-        """Return whose rows they are, for messages: " of client 'A'"."""
+        """Return the rows' owner for messages: " of client 'A'"."""
         if row is not None and self.group in self.frame.columns:
             return f" of client {level_name(self.frame[self.group].iloc[row])!r}"
         return f" of client {self.site!r}" if self.site else ""
 
     def column(self, name: str) -> pandas.Series:
-        """Return a column as it is.
+        """Return a column unchanged.
 
         Raises:
             ValueError: the frame has none of that name, or several.
@@ -116,7 +116,7 @@ class Cells:
         """Return a column, or its logarithm, as float64 `(n,)`.
 
         Raises:
-            TypeError: it has no numbers.
+            TypeError: it is not numeric.
             ValueError: a cell is missing or infinite, or has no logarithm.
         """
         column = self.column(name)
@@ -126,7 +126,7 @@ class Cells:
                 f"write it as a factor, C({name})",
                 f"the site's column {name!r} has no numbers; convert it, or write it as a factor",
             )
-        values = numpy.array(column.to_numpy(dtype=numpy.float64, na_value=numpy.nan))  # a copy that can be written
+        values = numpy.array(column.to_numpy(dtype=numpy.float64, na_value=numpy.nan))  # a writable copy
         if not self.missing:
             self.complete(name)
         self.refuse(numpy.isinf(values), name, "finite numbers", values, "correct them")
@@ -139,7 +139,7 @@ class Cells:
         """Return a column as strings `(n,)`: whole numbers without a decimal point.
 
         Raises:
-            TypeError: it holds dates, times or complex numbers.
+            TypeError: it contains dates, times or complex numbers.
             ValueError: a cell is missing.
         """
         column = self.complete(name)
@@ -156,7 +156,7 @@ class Cells:
         """Return a column without missing cells.
 
         Raises:
-            ValueError: one is missing.
+            ValueError: a column is missing.
         """
         column = self.column(name)
         empty = column.isna().to_numpy()
@@ -182,7 +182,7 @@ class Cells:
 
 
 def level_name(value: Any) -> str:
-    """Return a value of a factor as a string, alike at sites that hold whole numbers as floats.
+    """Return a value of a factor as a string, the same at sites that store whole numbers as floats.
 
     >>> level_name(2.0), level_name(2), level_name(True), level_name("2")
     ('2', '2', 'True', '2')
@@ -205,7 +205,7 @@ def ordered_levels(names: Any) -> tuple[str, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of NumPy as one of Python."""
+    """Convert a number of NumPy to one of Python."""
     return value.item() if isinstance(value, numpy.generic) else value
 
 

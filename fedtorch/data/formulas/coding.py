@@ -1,7 +1,8 @@
-"""Which columns of x the terms of a formula make, and what their coefficients are called.
+"""Columns of x from the terms of a formula, and the names of their coefficients.
 
-A factor of a term is coded by contrasts with its first level, `sex[T.male]`, where the formula has the term without it,
-and otherwise by all of its levels, `sex[male]`: the rule of patsy and formulaic, by which no column is a sum of others.
+A factor of a term is coded by contrasts with its first level, `sex[T.male]`, if the formula has the term without it,
+and otherwise by all of its levels, `sex[male]`: the rule of patsy and formulaic, which avoids linearly dependent
+columns.
 
 >>> from fedtorch.data.formulas.encoding import Levels
 >>> from fedtorch.data.formulas.parsing import parse
@@ -40,7 +41,7 @@ class Column(NamedTuple):
     term: int  # the number of its term
 
 
-_Subterm = frozenset[tuple[Variable, bool]]  # factors, and whether all of their levels are there
+_Subterm = frozenset[tuple[Variable, bool]]  # factors, and whether all of their levels occur
 
 
 def is_factor(variable: Variable, encoding: Encoding) -> bool:
@@ -82,7 +83,7 @@ def _product(numbers: Sequence[int] | map[int]) -> int:
 
 
 def _codings(factors: list[Variable], used: set[_Subterm]) -> list[dict[Variable, bool]]:
-    """Return the codings that a term adds to what terms before it span, each: factor -> whether by all levels."""
+    """Return the codings that a term adds to the span of earlier terms, each: factor -> whether by all levels."""
     subsets = [
         frozenset((factor, False) for factor in subset)
         for size in range(len(factors) + 1)
@@ -96,7 +97,7 @@ def _codings(factors: list[Variable], used: set[_Subterm]) -> list[dict[Variable
 
 
 def _merged(subterms: list[_Subterm]) -> list[_Subterm] | None:
-    """Merge one pair, b and b:a by contrasts, which together are b:a with all levels of a."""
+    """Merge one pair, b and b:a by contrasts, into b:a with all levels of a, or return None without a pair."""
     for i, short in enumerate(subterms):
         for j in range(i + 1, len(subterms)):
             more = subterms[j] - short

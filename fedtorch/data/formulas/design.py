@@ -1,4 +1,4 @@
-"""A formula with its encoding: rows from frames, names of coefficients, and back to the units of the columns.
+"""A formula with its encoding: rows from frames, names of coefficients, and conversion to the units of the columns.
 
 >>> import pandas
 >>> frame = pandas.DataFrame({"y": [1.0, 2, 4], "age": [40, 50, 60], "sex": ["f", "m", "f"], "clinic": ["A", "A", "B"]})
@@ -34,7 +34,7 @@ from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.requirements import rounded
 
-_FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
+_FAR = 30.0  # sds from 0 beyond which slopes uncorrelated with intercepts make no sense
 _SERIAL = ("formula", "group", "offset", "weights", "trials")
 _INSTEAD = (
     ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
@@ -44,20 +44,20 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Design:
-    """What rows of a formula are: the formula, and all that clients' rows agree on.
+    """Definition of a formula's rows: the formula, and the encoding that clients' rows share.
 
     Args:
         formula: such as `"death ~ age + C(sex) + (1 + age | hospital)"`.
         encoding: levels, knots, means and scales.
-        group: the column that says whose row it is.
+        group: the column with each row's client.
         offset: a column that is added to the linear predictor.
-        weights: a column by which rows count; of Gaussian responses precisions, of others numbers of rows, see
+        weights: a column of row weights; precisions for Gaussian responses, numbers of rows for others, see
             `from_frame`.
         trials: a column of the numbers of trials of binomial responses.
 
     Raises:
-        ValueError: what `parse` refuses; random terms by another column than `group`, or that no covariance expresses;
-            an encoding that lacks something the formula needs.
+        ValueError: the errors of `parse`; random terms by another column than `group`, or without a supported
+            covariance; an encoding that lacks something the formula needs.
     """
 
     formula: str
@@ -71,7 +71,7 @@ class Design:
     correlated: bool = field(init=False)  # whether these are
     response: str = field(init=False)
     parsed: Formula = field(init=False, repr=False, compare=False)
-    made: tuple[Column, ...] = field(init=False, repr=False, compare=False)  # of which products each column of x is
+    made: tuple[Column, ...] = field(init=False, repr=False, compare=False)  # each column of x is a product of these
 
     def __post_init__(self) -> None:
         parsed = parse(self.formula)
@@ -101,9 +101,9 @@ class Design:
 
         Args:
             frame: of pandas, or one that offers `__dataframe__`.
-            response: whether y is read, too. If not, `(x, extra)` comes back, with a dict that may be empty and has no
-                weights; values beyond the knots of a spline, which count as its bound, are warned of.
-            site: whose frame it is, for messages, where no column says it.
+            response: whether y is read, too. If not, the result is `(x, extra)`, with a dict that may be empty and has
+                no weights; values beyond the knots of a spline, which count as its bound, give a warning.
+            site: site of the frame, for messages, if no column contains it.
             missing: whether numbers may be missing; they become NaN.
 
         Raises:
@@ -134,7 +134,7 @@ class Design:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the columns of a frame that the design reads, that of clients left out: the response first."""
+        """Return the columns of a frame that the design reads, except that of clients: the response first."""
         more = [column for column in (self.offset, self.weights, self.trials) if column is not None]
         return tuple(dict.fromkeys([*self.parsed.columns, *more]))
 
@@ -158,17 +158,17 @@ class Design:
     def original(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean `(..., d)` and covariance `(..., d, d)` of coefficients in the units of the columns.
 
-        The covariance between clients' coefficients goes the same way: `design.original(zeros, between)[1]`.
+        The covariance between clients' coefficients is converted likewise: `design.original(zeros, between)[1]`.
 
         Args:
             mean: of coefficients of the standardised columns.
-            covariance: of them.
+            covariance: of these coefficients.
         """
         back = self.back().to(mean)
         return mean @ back.mT, back @ covariance @ back.mT
 
     def back(self) -> Tensor:
-        """Return the matrix `(d, d)` that takes coefficients to the units of the columns."""
+        """Return the matrix `(d, d)` that maps coefficients to the units of the columns."""
         matrix = torch.eye(len(self.columns), dtype=torch.float64)
         for j, name in enumerate(self.columns):
             if (scale := self.encoding.standard.get(name)) is not None:
@@ -178,15 +178,16 @@ class Design:
         return matrix
 
     def standardised(self, mean: Any, sd: Any) -> Design:
-        """Return the design whose rows have columns of x with these means and sds taken out, as far as it is the same.
+        """Return the design whose columns of x are centred and scaled by these means and sds, if the model stays the
+        same.
 
-        All columns but the intercept are divided by their sd. A mean is taken out where the intercept can take it up:
-        of a fixed effect if there is an intercept, and of a random one if the intercept is random and correlated with
-        it; otherwise the model would be another one.
+        All columns but the intercept are divided by their sd. A mean is subtracted if the intercept can absorb it: of a
+        fixed effect if there is an intercept, and of a random one if the intercept is random and correlated with it;
+        otherwise the model would change.
 
         Args:
-            mean: of the columns of x as they are, `(d,)`.
-            sd: of them; a column that does not vary keeps its scale.
+            mean: of the original columns of x, `(d,)`.
+            sd: of them; a constant column keeps its scale.
         """
         standard: dict[str, Scale] = {}
         centres: dict[str, float] = {}
@@ -216,10 +217,10 @@ class Design:
 
     @classmethod
     def from_json(cls, text: str) -> Design:
-        """Read a design, all of which is checked.
+        """Read and check a design.
 
         Raises:
-            ValueError: something else than a design.
+            ValueError: not a design.
         """
         try:
             parts = json.loads(text)
@@ -234,7 +235,7 @@ class Design:
 
     @classmethod
     def of_run(cls, path: Path | str) -> Design:
-        """Return the design that `run.save` wrote with a run.
+        """Return the design saved with a run by `run.save`.
 
         Raises:
             ValueError: no checkpoint of a run, or one without a design.
@@ -276,12 +277,12 @@ class Design:
 
 
 def _stuck(scale: Scale, names: tuple[str, ...]) -> bool:
-    """Return whether a mean is taken out that no intercept takes up."""
+    """Return whether a mean is subtracted that no intercept absorbs."""
     return bool(scale.mean) and INTERCEPT not in names
 
 
 def _check_encoding(formula: Formula, encoding: Encoding) -> None:
-    """Refuse an encoding that lacks what a formula needs, and a response that is among the terms."""
+    """Refuse an encoding that lacks parts of a formula, and a response that is among the terms."""
     parts = {"bs": encoding.splines, "poly": encoding.polynomials, "center": encoding.scales, "scale": encoding.scales}
     for variable in formula.variables:
         column = variable.quantity.column

@@ -1,4 +1,4 @@
-"""Everything that rows of different clients must agree on before they are rows of one model.
+"""The shared encoding of different clients' rows for one model.
 
 An encoding is agreed once, from the rows of one place or by sums over many, and saved with the run: levels of factors,
 knots of splines, coefficients of polynomials, means and scales. It is data: `Encoding.from_json` checks all of it.
@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
-_SMALLEST, _LARGEST = 1e-100, 1e100  # sizes of numbers but 0; by others rows may overflow, and whether they do tells
+# sizes of nonzero numbers; others could make rows overflow, which would disclose their size
+_SMALLEST, _LARGEST = 1e-100, 1e100
 
 
 class Levels(NamedTuple):
     """The values of a factor, as strings."""
 
     names: tuple[str, ...]  # the first is the reference
-    other: str | None = None  # one of them, as which every other value counts
+    other: str | None = None  # one of them, which replaces every other value
 
 
 class Spline(NamedTuple):
@@ -36,7 +37,7 @@ class Spline(NamedTuple):
 
 
 class Polynomial(NamedTuple):
-    """Polynomials in z = (value − mean) / sd that are orthogonal over the rows agreed on."""
+    """Polynomials in z = (value − mean) / sd that are orthogonal over the rows of the agreement."""
 
     mean: float
     sd: float
@@ -52,15 +53,15 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoding:
-    """What rows must agree on: of columns by their names, of variables and coefficients by theirs."""
+    """The shared encoding of rows: of columns by their names, of variables and coefficients by theirs."""
 
     levels: Mapping[str, Levels] = field(default_factory=dict)  # by column: these columns are factors
     splines: Mapping[str, Spline] = field(default_factory=dict)  # by variable, "bs(sbp, 4)"
     polynomials: Mapping[str, Polynomial] = field(default_factory=dict)  # by variable, "poly(age, 2)"
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by variable, "center(age)" or "scale(age)"
     standard: Mapping[str, Scale] = field(default_factory=dict)  # by coefficient: columns of x within the fit
-    centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that stay in, in sds
-    response: Scale | None = None  # mean and sd of the response less its offsets; like `centres` for default priors
+    centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that are not subtracted, in sds
+    response: Scale | None = None  # mean and sd of the response minus its offsets; like `centres` for default priors
 
     def __post_init__(self) -> None:
         for part in (self.levels, self.splines, self.polynomials, self.scales, self.standard, self.centres):
@@ -88,10 +89,10 @@ class Encoding:
 
     @classmethod
     def from_json(cls, text: str) -> Encoding:
-        """Read an encoding, all of which is checked.
+        """Read and check an encoding.
 
         Raises:
-            ValueError: something else than an encoding; the message names the part and the entry.
+            ValueError: not an encoding; the message names the part and the entry.
         """
         try:
             parts = json.loads(text)
@@ -136,7 +137,7 @@ def _check(good: bool, name: Any, wanted: str, got: Any = "") -> None:
 
 
 def _finite(*values: Any) -> bool:
-    """Return whether all values are numbers that are 0 or from _SMALLEST to _LARGEST in size."""
+    """Return whether all values are numbers, zero or from _SMALLEST to _LARGEST in size."""
     return all(
         isinstance(value, (int, float)) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) for value in values
     )

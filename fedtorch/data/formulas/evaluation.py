@@ -1,4 +1,4 @@
-"""Columns of x from the cells of a frame and an encoding: nothing but indicators, splines, polynomials and products.
+"""Columns of x from the cells of a frame and an encoding: indicators, splines, polynomials and products only.
 
 >>> import pandas
 >>> from fedtorch.data.formulas.coding import columns
@@ -42,7 +42,7 @@ def design_matrix(columns: Sequence[Column], encoding: Encoding, cells: Cells) -
 
 
 def outside(variables: Sequence[Variable], encoding: Encoding, cells: Cells) -> list[str]:
-    """Return a line for each spline some values of which are beyond its bounds, and so count as the bound."""
+    """Describe, in one line each, the splines with values beyond their bounds, which count as the bound."""
     lines = []
     for variable in variables:
         if variable.function == "bs":
@@ -75,12 +75,12 @@ def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> Callable[
 
 
 def level_codes(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
-    """Return the number of each row's level, `(n,)`.
+    """Return the index of each row's level, `(n,)`.
 
     Raises:
         ValueError: a level that was not agreed on, which the message names.
     """
-    import pandas as pd  # at first use, because it takes long to import
+    import pandas as pd  # imported at first use, because it is slow to import
 
     codes, present = pd.factorize(cells.levels(column))
     number = {name: i for i, name in enumerate(levels.names)}
@@ -104,7 +104,7 @@ def splines(values: numpy.ndarray, spline: Spline) -> numpy.ndarray:
            [0.375, 0.375, 0.125],
            [0.   , 0.   , 1.   ]])
     """
-    from scipy.interpolate import BSpline  # at first use, because it takes long to import
+    from scipy.interpolate import BSpline  # imported at first use, because it is slow to import
 
     ends = DEGREE + 1
     knots = numpy.array([*[spline.lower] * ends, *spline.knots, *[spline.upper] * ends])

@@ -1,4 +1,4 @@
-"""The values that a formula is read into: columns, variables, terms, random terms.
+"""The result types of the parser: columns, variables, terms, random terms.
 
 >>> age, sex = Variable(Quantity("age")), Variable(Quantity("sex"), "C")
 >>> term_name((age, sex)), term_name(())
@@ -22,12 +22,12 @@ class Quantity(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the quantity as formulas and coefficients call it."""
+        """Return the quantity's name in formulas and coefficients."""
         return f"log({self.column})" if self.log else self.column
 
 
 class Variable(NamedTuple):
-    """A quantity, or a function of it, that makes one or more columns of x."""
+    """A quantity, or a function of it, with one or more columns of x."""
 
     quantity: Quantity
     function: str = ""  # "", "C", "bs", "poly", "center" or "scale"
@@ -35,7 +35,7 @@ class Variable(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the variable as formulas and coefficients call it, such as `bs(sbp, 4)`."""
+        """Return the variable's name in formulas and coefficients, such as `bs(sbp, 4)`."""
         arguments = f"{self.quantity.name}, {self.number}" if self.number else self.quantity.name
         return f"{self.function}({arguments})" if self.function else self.quantity.name
 
@@ -52,7 +52,7 @@ class Random(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return the term as formulas have it."""
+        """Return the term in formula notation."""
         parts = [] if () in self.terms else ["0"]
         parts += [term_name(term) if term else "1" for term in self.terms]
         return f"({' + '.join(parts)} {'|' if self.correlated else '||'} {self.group})"
@@ -83,5 +83,5 @@ class Formula(NamedTuple):
 
 
 def term_name(term: Term) -> str:
-    """Return a term as formulas have it."""
+    """Return a term in formula notation."""
     return ":".join(variable.name for variable in term) or INTERCEPT

@@ -1,4 +1,4 @@
-"""Read formulas against a fixed list: a formula is data, and nothing in it is ever evaluated.
+"""Parser of model formulas; nothing in a formula is ever evaluated.
 
     formula   := response '~' sum
     response  := quantity ['|' 'trials' '(' (column | number) ')']
@@ -10,7 +10,7 @@
                | 'center(' quantity ')' | 'scale(' quantity ')' | '(' product ('+' product)* ')'
     quantity  := column | 'log' '(' column ')'
 
-A column is a name, or anything in backquotes. The intercept is there unless 0 or - 1 takes it out.
+A column is a name, or anything in backquotes. There is an intercept unless 0 or - 1 removes it.
 
 >>> formula = parse("death ~ age * C(sex) + bs(log(sbp), 4) + (1 + age | hospital)")
 >>> [term_name(term) for term in formula.terms]
@@ -31,11 +31,11 @@ from typing import NamedTuple, NoReturn
 from fedtorch.data.formulas.grammar import Formula, Quantity, Random, Term, Variable, term_name
 
 MOST_TERMS = 500
-MOST_VARIABLES = 6  # in one term
-DEEPEST = 20  # parentheses
+MOST_VARIABLES = 6  # most variables in one term
+DEEPEST = 20  # deepest nesting of parentheses
 _FUNCTIONS = {"C": "", "center": "", "scale": "", "bs": "df", "poly": "degree"}
-_BOUNDS = {"bs": (3, 50), "poly": (1, 10)}  # bs of third degree
-LONGEST = 10_000  # characters
+_BOUNDS = {"bs": (3, 50), "poly": (1, 10)}  # smallest and largest df or degree; bs is cubic
+LONGEST = 10_000  # longest formula, in characters
 _WORDS = re.compile(
     r"(?P<space>[ \t\r\n]+)|(?P<name>[^\W\d]\w*)|`(?P<quoted>[^`]*)`|(?P<number>[0-9]+)|(?P<sign>\|\||[-~+:*()|,=])"
 )
@@ -44,19 +44,19 @@ _LISTED = "column names, + : * - 0 1, ( | ) and the functions C, bs, poly, log, 
 
 
 class Token(NamedTuple):
-    """One word of a formula."""
+    """One token of a formula."""
 
     kind: str  # name, quoted, number, sign, other, end
     text: str
-    at: int  # its first character
+    at: int  # position of its first character
 
 
 def tokens(text: str) -> list[Token]:
-    """Return the words of a formula, and an empty one of kind `end`.
+    """Return the tokens of a formula, with an empty one of kind `end` last.
 
     Raises:
-        TypeError: no string.
-        ValueError: it is too long, or has a name that cannot be seen; the message names it.
+        TypeError: not a string.
+        ValueError: too long, or a name with invisible characters; the message names it.
     """
     if not isinstance(text, str):
         raise TypeError(f"Expected a formula as a string, but got {type(text).__name__}; write 'y ~ x'")
@@ -79,7 +79,7 @@ def tokens(text: str) -> list[Token]:
 
 
 def refuse(text: str, at: int, got: str, remedy: str = "") -> NoReturn:
-    """Raise the error that something in a formula is none of the things that formulas have."""
+    """Raise ValueError for an unsupported token."""
     near = text[max(0, at - 20) : at + 20].strip()
     raise ValueError(
         f"Expected {_LISTED}, but got {got} at character {at} of the formula, near {near!r}"
@@ -88,7 +88,7 @@ def refuse(text: str, at: int, got: str, remedy: str = "") -> NoReturn:
 
 
 def unquoted(character: str) -> str:
-    """Return the remedy for a character that is no part of a name."""
+    """Return the remedy for a character that cannot be part of a name."""
     if character in _WRITTEN:
         return f"write {_WRITTEN[character]}, or a column name that has it in backquotes"
     return "write a column name that has it in backquotes" if character.isprintable() and character != "`" else ""
@@ -102,7 +102,7 @@ def _check_name(text: str, at: int, kind: str, word: str) -> None:
 
 
 class _Piece(NamedTuple):
-    """One summand: added or taken out."""
+    """One summand, with its sign."""
 
     token: Token
     added: bool
@@ -119,9 +119,9 @@ def parse(text: str) -> Formula:
     """Read a formula.
 
     Raises:
-        TypeError: no string.
-        ValueError: something that is not on the list above, which the message names; too long, too deep or with too
-            many terms.
+        TypeError: not a string.
+        ValueError: something outside the grammar above, which the message names; too long, too deep or with too many
+            terms.
     """
     parser = _Parser(text)
     response, trials = parser.response()
@@ -136,7 +136,7 @@ def parse(text: str) -> Formula:
 
 
 class _Parser:
-    """A reader of words, one at a time."""
+    """A recursive-descent parser over a list of tokens."""
 
     def __init__(self, text: str) -> None:
         self.text, self.words, self.place = text, tokens(text), 0
@@ -150,7 +150,7 @@ class _Parser:
         return self.words[self.place - 1]
 
     def taken(self, *signs: str) -> bool:
-        """Take the next word if it is one of these signs."""
+        """Consume and return the next token if it is one of these signs."""
         matches = self.next.kind == "sign" and self.next.text in signs
         self.place += matches
         return matches
@@ -170,7 +170,7 @@ class _Parser:
         return self.take().text
 
     def calls(self) -> bool:
-        """Return whether a function is called next."""
+        """Return whether the next tokens call this function."""
         after = self.words[min(self.place + 1, len(self.words) - 1)]
         return self.next.kind == "name" and after.kind == "sign" and after.text == "("
 
@@ -230,7 +230,7 @@ class _Parser:
         return _Piece(token, added, self.product(depth))
 
     def bar_ahead(self) -> bool:
-        """Return whether a parenthesis begins that has a bar in it, outside of inner parentheses."""
+        """Return whether the next parenthesis contains a bar at its own level."""
         open_now = 0
         for token in self.words[self.place :]:
             sign = token.text if token.kind == "sign" else ""
@@ -240,7 +240,7 @@ class _Parser:
         return False
 
     def whole(self, piece: _Piece, depth: int) -> _Piece:
-        """Refuse an offset or a random term that is taken out, multiplied, or within parentheses."""
+        """Refuse an offset or a random term that is subtracted, multiplied, or inside parentheses."""
         if not piece.added or depth or (self.next.kind == "sign" and self.next.text in "*:"):
             self.refuse(piece.token, "an offset or a random term is a summand of its own, after +")
         return piece
@@ -297,7 +297,7 @@ class _Parser:
         return number
 
     def collected(self, pieces: list[_Piece]) -> list[Term]:
-        """Return the terms of a sum: an intercept unless it is taken out, then by their numbers of variables."""
+        """Return the terms of a sum, by their number of variables; the intercept comes first unless it is removed."""
         terms: list[Term] = [()]
         for piece in pieces:
             if piece.added:

@@ -1,4 +1,4 @@
-"""A design from rows that lie in one place: levels as they are there, knots at exact quantiles, exact means.
+"""A design from rows in one place: levels that occur, knots at exact quantiles, exact means.
 
 >>> import pandas
 >>> from fedtorch.data.formulas.parsing import parse
@@ -45,15 +45,15 @@ def pooled_design(
     """Return the design of a formula for these rows.
 
     Args:
-        formula: as `parse` read it.
+        formula: from `parse`.
         cells: of all rows; its group is the column of clients.
         levels: declared levels of columns, the reference first: a sequence, or `Levels`.
-        standardise: whether columns of x are centred and scaled, as far as the model stays the same.
+        standardise: whether columns of x are centred and scaled, if the model stays the same.
         offset, weights, trials: columns; see `Design`.
 
     Raises:
-        ValueError: what `Design` refuses; a factor of one level; a column that does not vary, too few values for the
-            knots of a spline.
+        ValueError: the errors of `Design`; a factor of one level; a constant column, too few values for the knots of a
+            spline.
     """
     design = Design(formula.text, encoding(formula, cells, levels, offset), cells.group, offset, weights, trials)
     x = design.matrix(cells)
@@ -61,7 +61,7 @@ def pooled_design(
 
 
 def factors(formula: Formula, cells: Cells) -> set[str]:
-    """Return the columns of a formula that hold no numbers: text and categories."""
+    """Return the columns of a formula that are not numeric: text and categories."""
     return {column for column in formula.columns if not cells.numeric(column)}
 
 
@@ -71,10 +71,10 @@ def encoding(
     """Return the encoding from the rows of one place; columns of x are not standardised.
 
     Args:
-        formula: as `parse` read it.
+        formula: from `parse`.
         cells: of all rows.
         levels: declared levels of columns, the reference first: a sequence, or `Levels`.
-        offset: a column that is an offset, beside those of the formula.
+        offset: a column that is an offset, besides those of the formula.
 
     Raises:
         ValueError: a factor of one level; a column that does not vary, too few values for the knots of a spline.
@@ -86,7 +86,7 @@ def encoding(
         raise ValueError(f"Expected levels of factors of the formula, but got some of {unused}; leave them out")
     for variable in formula.variables:
         if variable.quantity.column in needs.numbers:
-            scale_of(cells.numbers(*variable.quantity), variable.quantity.name)  # refuses what does not vary
+            scale_of(cells.numbers(*variable.quantity), variable.quantity.name)  # refuses constant columns
     quantities = {quantity: cells.numbers(*quantity) for quantity in needs.quantities}
     means = {quantity: scale_of(values, quantity.name) for quantity, values in quantities.items()}
     known = {column: declared.get(column) or levels_of(column, cells) for column in needs.levels}
@@ -113,7 +113,7 @@ def encoding(
 
 
 def levels_of(column: str, cells: Cells) -> Levels:
-    """Return the levels of a column: categories in their order, as far as there are rows; others in order."""
+    """Return the levels of a column: categories with rows, in their order; others sorted."""
     seen = set(cells.levels(column))
     dtype = cells.column(column).dtype
     categories = [level_name(value) for value in getattr(dtype, "categories", ())]
@@ -127,13 +127,13 @@ def levels_of(column: str, cells: Cells) -> Levels:
 
 
 def spline_of(variable: Variable, values: numpy.ndarray) -> Spline:
-    """Return knots at quantiles of values that are all at hand, between the smallest and the largest."""
+    """Return knots at quantiles of given values, between the smallest and the largest."""
     inner = numpy.quantile(values, knot_probabilities(variable.number))
     return spline_of_quantiles(variable, inner.tolist(), float(values.min()), float(values.max()))
 
 
 def _response_scale(formula: Formula, cells: Cells, offset: str | None) -> Scale | None:
-    """Return mean and sd of a response less its offsets; None if it does not vary."""
+    """Return mean and sd of a response minus its offsets; None if it is constant."""
     values = cells.numbers(*formula.response)
     for quantity in (*formula.offset, *([] if offset is None else [Quantity(offset)])):
         values = values - cells.numbers(*quantity)
@@ -142,6 +142,6 @@ def _response_scale(formula: Formula, cells: Cells, offset: str | None) -> Scale
 
 
 def scale_of(values: numpy.ndarray, name: str) -> Scale:
-    """Return mean and sd of values that are all at hand."""
+    """Return mean and sd of given values."""
     mean = float(values.mean()) if len(values) else 0.0
     return scale_of_sums(name, len(values), mean, float(numpy.square(values - mean).sum()))

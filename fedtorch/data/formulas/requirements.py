@@ -1,8 +1,8 @@
-"""Which numbers rows must agree on, and how they follow from counts, quantiles and sums.
+"""The shared numbers of an encoding, and their computation from counts, quantiles and sums.
 
-`requirements` says what an encoding for a formula needs. From the rows of one place `pooled_design`
-computes all of it. Without pooled rows the same functions take what was summed over clients: `scale_of_sums` a mean and
-an sd, `polynomial_of_sums` the coefficients of orthogonal polynomials, `spline_of_quantiles` knots.
+`requirements` lists the encoding that a formula needs. `pooled_design` computes all of it from the rows of one place.
+Without pooled rows the same functions use sums over clients: `scale_of_sums` for a mean and an sd, `polynomial_of_sums`
+for the coefficients of orthogonal polynomials, `spline_of_quantiles` for knots.
 
 >>> from fedtorch.data.formulas.parsing import parse
 >>> needs = requirements(parse("death ~ age * sex + bs(sbp, 4) + scale(bmi)"), factors={"sex"})
@@ -27,11 +27,11 @@ from fedtorch.data.formulas.encoding import Levels, Polynomial, Scale, Spline
 from fedtorch.data.formulas.evaluation import DEGREE
 from fedtorch.data.formulas.grammar import Formula, Quantity, Variable
 
-_MANY = 20  # levels that are whole numbers, from which on a column of objects is warned of
+_MANY = 20  # number of whole-number levels above which a column of objects gives a warning
 
 
 class Requirements(NamedTuple):
-    """What an encoding of a formula needs."""
+    """The parts of an encoding that a formula needs."""
 
     levels: tuple[str, ...]  # columns that are factors
     splines: tuple[Variable, ...]  # bs(quantity, number): `number - 3` knots at quantiles, and bounds
@@ -49,11 +49,11 @@ def requirements(formula: Formula, factors: Collection[str]) -> Requirements:
     """Return the statistics that an encoding of a formula needs.
 
     Args:
-        formula: as `parse` read it.
-        factors: the columns of text, categories or declared levels; what is written C(column) is one, too.
+        formula: from `parse`.
+        factors: the columns of text, categories or declared levels; a column in C(column) is one, too.
 
     Raises:
-        ValueError: a factor in a function of numbers, or as the logarithm of something.
+        ValueError: a factor in a function of numbers, or in a logarithm.
     """
     written = {variable.quantity.column for variable in formula.variables if variable.function == "C"}
     columns = [column for column in formula.columns if column in written or column in factors]
@@ -89,10 +89,10 @@ def unordered_response(formula: Formula, levels: Levels | None) -> None:
 
     Args:
         formula: of the response.
-        levels: of its column, as they were found; None where it holds numbers.
+        levels: of its column; None for numbers.
     """
     among = any(variable.quantity.column == formula.response.column for variable in formula.variables)
-    if levels is not None and len(levels.names) > 2 and not among:  # a response among the terms is refused as that
+    if levels is not None and len(levels.names) > 2 and not among:  # a response among the terms has its own error
         raise ValueError(
             f"Expected a response of numbers or of two levels, but got {len(levels.names)} levels of "
             f"{formula.response.name!r}; choose one of them, as a column of True and False, or declare their order, "
@@ -101,7 +101,7 @@ def unordered_response(formula: Formula, levels: Levels | None) -> None:
 
 
 def knot_probabilities(df: int) -> list[float]:
-    """Return of which probabilities the quantiles are that are knots of a spline.
+    """Return the probabilities of the quantiles that are knots of a spline.
 
     >>> knot_probabilities(6)
     [0.25, 0.5, 0.75]
@@ -126,13 +126,13 @@ def spline_of_quantiles(variable: Variable, inner: Sequence[float], lower: float
 
 
 def warn_of_numbers(formula: Formula, column: str, names: Sequence[str], where: str = "") -> None:
-    """Warn of a factor of many levels that are all whole numbers, unless the formula says C().
+    """Warn about a factor with many levels that are all whole numbers, unless the formula has C().
 
     Args:
-        formula: as it was read.
-        column: of objects that are no text, such as `Decimal`.
+        formula: the parsed formula.
+        column: of objects that are not text, such as `Decimal`.
         names: of its levels.
-        where: whose columns are such.
+        where: owner of such columns, for the message.
     """
     chosen = any(v.function == "C" and v.quantity.column == column for v in formula.variables)
     if len(names) >= _MANY and not chosen and all(re.fullmatch(r"[+-]?\d+", name) for name in names):
@@ -149,8 +149,8 @@ def scale_of_sums(name: str, count: float, mean: float, squares: float) -> Scale
 
     Args:
         name: of the column, for messages.
-        count: of the rows.
-        mean: of them.
+        count: number of rows.
+        mean: of the values.
         squares: the sum of squares about the mean; the sd divides by the count less 1.
 
     Raises:

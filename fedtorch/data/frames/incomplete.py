@@ -1,6 +1,6 @@
 """Rows in which some cells are missing, and how many are, by client and column.
 
-A missing cell is a zero in `values` and False in `observed`, so that rows stay finite numbers wherever they go.
+A missing cell is a zero in `values` and False in `observed`, so that all rows contain finite numbers.
 
 >>> import torch
 >>> from fedtorch.data import FederatedData
@@ -42,7 +42,7 @@ class Incomplete(NamedTuple):
 
 
 def incomplete_cells(cells: Tensor) -> Incomplete:
-    """Return cells `(n, p)` with NaN for what is missing as rows of finite numbers and a mask."""
+    """Return cells `(n, p)` with NaN for missing ones as rows of finite numbers and a mask."""
     cells = cells.to(torch.float64)
     observed = ~cells.isnan()
     return Incomplete(torch.where(observed, cells, 0.0), observed)
@@ -53,7 +53,7 @@ class Absent(NamedTuple):
 
     columns: tuple[str, ...]
     names: tuple[str, ...]  # of the clients
-    rows: Tensor  # (K,) how many there are
+    rows: Tensor  # (K,) numbers of rows
     cells: Tensor  # (K, p + 1) missing cells of each column, and rows that lack any
 
 
@@ -68,11 +68,11 @@ def absent(data: Any) -> Absent:
 
 
 def missing_shares(data: Any) -> pandas.DataFrame:
-    """Return the share of missing cells of each client by column, and of rows that lack any: see the module.
+    """Return the share of missing cells of each client by column, and of rows with any: see the module.
 
-    Of rows that were completed, and where rows were left out, it is what was missing before, of all clients then.
+    For completed rows, and if rows were left out, it is the share before, in that case of all clients together.
     """
-    import pandas  # it takes long to import
+    import pandas  # slow to import
 
     known = data.absent or absent(data)
     total = torch.cat([known.rows, known.rows.sum()[None]])

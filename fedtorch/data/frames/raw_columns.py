@@ -1,9 +1,9 @@
-"""The columns of a formula before the formula is applied, as numbers of which some may be missing, and back.
+"""Conversion between a formula's original columns and numbers, some of which may be missing.
 
-Missing cells are drawn as the columns are, and what a formula makes of a column, its splines, products and powers,
-follows from the completed column ("impute, then transform"). A column that the formula takes the logarithm of is drawn
-as a logarithm. A factor stands as indicators of its levels but the first. Drawn indicators are not rounded, so that
-rows may count as parts of several levels: rounding would bias what a linear predictor says of the levels.
+Missing cells are drawn on the scale of the columns, and splines, products and powers of a formula are computed from the
+completed column ("impute, then transform"). A column whose logarithm is in the formula is drawn as a logarithm. A
+factor is represented by indicators of its levels except the first. Drawn indicators are not rounded, so rows may count
+as parts of several levels: rounding would bias a linear predictor's effects of the levels.
 
 Source: van Buuren (2018), "Flexible Imputation of Missing Data", section 6.4; Horton, Lipsitz, Parzen (2003), "A
 potential for bias when rounding in multiple imputation", The American Statistician 57; Allison (2005), "Imputation of
@@ -45,12 +45,12 @@ class _Column(NamedTuple):
     name: str
     log: bool
     levels: tuple[str, ...]  # of a factor
-    other: str | None  # the level that every other value counts as
+    other: str | None  # the level that replaces every other value
     whole: bool  # no cell of it may be missing
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the numbers that stand for it."""
+        """Return the names of the numbers that represent it."""
         if self.levels:
             return tuple(f"{self.name}[T.{level}]" for level in self.levels[1:])
         return (f"log({self.name})" if self.log else self.name,)
@@ -60,7 +60,7 @@ class RawColumns:
     """The columns that a design reads, the response last.
 
     Attributes:
-        names: of the numbers that stand for them, q.
+        names: of the numbers that represent them, q.
         sources: the column that each of these is of.
     """
 
@@ -84,7 +84,7 @@ class RawColumns:
 
     def cells(self, values: Tensor) -> Cells:
         """Return completed rows `(n, q)` as cells that the design reads."""
-        import pandas as pd  # at first use, because it takes long to import
+        import pandas as pd  # imported at first use, because it is slow to import
 
         numbers, start, made, shares = values.detach().cpu().numpy(), 0, {}, {}
         for column in self._columns:
@@ -92,7 +92,7 @@ class RawColumns:
             start += len(column.names)
             if not column.levels:
                 made[column.name] = numpy.exp(part[:, 0]) if column.log else part[:, 0]
-            elif column is self._columns[-1]:  # a response, of two levels and observed
+            elif column is self._columns[-1]:  # a response, with two levels and observed
                 made[column.name] = numpy.array(column.levels, dtype=object)[part[:, 0].round().astype(numpy.int64)]
             else:
                 shares[column.name] = numpy.concatenate([1 - part.sum(1, keepdims=True), part], 1)
@@ -100,9 +100,10 @@ class RawColumns:
 
 
 def observed_values(frame: Any, columns: tuple[str, ...]) -> pandas.DataFrame:
-    """Return a frame whose missing cells have the observed values of their column, in turn: for its encoding alone.
+    """Return a frame with missing cells filled by observed values of their column, in turn, for computing its encoding
+    only.
 
-    Means, sds and quantiles of a column are then those of what is observed of it, as near as makes no difference.
+    Means, sds and quantiles of a column are then practically those of its observed cells.
 
     >>> import pandas
     >>> observed_values(pandas.DataFrame({"a": [None, 2.0, 3.0, None]}), ("a",))["a"].tolist()
@@ -134,7 +135,7 @@ def _column(name: str, design: Design) -> _Column:
 
 
 def _numbers(cells: Cells, column: _Column) -> numpy.ndarray:
-    """Return the numbers that stand for a column, `(n, …)`, NaN where they are missing."""
+    """Return the numbers that represent a column, `(n, …)`, NaN for missing cells."""
     if not column.levels:
         cells = Cells(cells.frame, cells.group) if column.whole else cells
         return cells.numbers(column.name, log=column.log)[:, None]

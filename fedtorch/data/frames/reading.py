@@ -1,4 +1,4 @@
-"""From a data frame to `FederatedData`: columns as they are, or the columns that a formula makes of them."""
+"""From a data frame to `FederatedData`: columns unchanged, or the columns of a formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas
 
-_AGREED = ("other", "bounds", "scales")  # that only clients who agree by a minimum need
+_AGREED = ("other", "bounds", "scales")  # needed only for clients that agree by a minimum
 _MISSING = ("refuse", "drop", "impute")
 
 
@@ -53,49 +53,48 @@ def from_frame(
 ) -> FederatedData:
     """Read rows (x, y) of a frame, one client per value of a column, in order of first appearance.
 
-    A `formula` says what x and y are, as in lme4 and brms: `"death ~ age + C(sex) + (1 + age | hospital)"`, with
-    columns of text as factors; the data then have a `design` with names, encoding and the way back to the units of the
-    columns.
+    A `formula` defines x and y, as in lme4 and brms: `"death ~ age + C(sex) + (1 + age | hospital)"`, with columns of
+    text as factors; the data then have a `design` with names, encoding and the conversion to the units of the columns.
 
-    `features` and `target` take columns as they are instead: a target of floats stays a number, in `dtype`. Any other
-    target becomes int64 class codes 0, 1, …: a categorical in the order of its categories, also unused ones, so that
-    two frames can share their codes; integers, booleans and strings in sorted order. To regress on an integer column,
+    `features` and `target` select columns instead: a target of floats stays numeric, in `dtype`. Any other target
+    becomes int64 class codes 0, 1, …: a categorical in the order of its categories, also unused ones, so that two
+    frames can share their codes; integers, booleans and strings in sorted order. To regress on an integer column,
     convert it to float first.
 
     Args:
         frame: one row per example: of pandas, or another that offers `__dataframe__`, such as one of polars.
-        client: the column that says whose row it is; its values, as strings, name the clients.
+        client: the column with each row's client; its values, as strings, name the clients.
         features: numeric or boolean columns, x `(n, len(features))`.
         target: the column of y `(n,)`.
-        formula: in place of both; see `docs/tutorials/formulas.md` for all it may have. It is never run as code.
+        formula: in place of both; `docs/tutorials/formulas.md` has the grammar. It is never run as code.
         levels: with a formula, the levels of factors, column -> values, the reference first, or of an ordered response,
-            in order, for the family "cumulative"; default: those that have rows, in order, where a response of more
-            than two has to be an ordered categorical.
-        standardise: with a formula, whether columns of x are centred and scaled within the fit, as far as the model
-            stays the same; `design.original` goes back.
+            in order, for the family "cumulative"; default: levels with rows, in order; a response with more than two
+            has to be an ordered categorical.
+        standardise: with a formula, whether columns of x are centred and scaled within the fit, if the model stays the
+            same; `design.original` converts back.
         offset: with a formula, a column that is added to the linear predictor.
-        weights: with a formula, a column by which rows count: of yes-or-no responses, counts and levels a row of weight
-            3 is three such rows. Of a Gaussian response weights are precisions as in lme4: the noise variance of a row
-            is sigma² / weight, so that a row of weight 3 is the mean of three rows, and not three rows.
-        trials: with a formula, a column with the numbers of trials, of which the response says how many succeeded.
-        missing: "refuse" says where cells are missing, "drop" leaves out rows with any, and "impute" keeps them for
-            `ft.inference.imputed`, which completes them: rows are the columns before the formula is applied, see
-            `data.missing()` and [missing values](../howto/missing.md).
-        minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
-            where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
-            order of their names, means, sds and knots are round numbers (1 % of the sd) that follow from histograms.
-            Default: those of all rows together, exactly.
-        other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name. It comes
-            last, so that the first of the other levels is the reference.
+        weights: with a formula, a column of row weights: for binary responses, counts and levels a row of weight 3 is
+            three such rows. For a Gaussian response weights are precisions as in lme4: the noise variance of a row is
+            sigma² / weight, so a row of weight 3 is the mean of three rows, and not three rows.
+        trials: with a formula, a column with the numbers of trials; the response counts successes.
+        missing: "refuse" raises an error that lists missing cells, "drop" leaves out rows with any, and "impute" keeps
+            them for `ft.inference.imputed`, which completes them: rows are the columns before the formula is applied,
+            see `data.missing()` and [missing values](../howto/missing.md).
+        minimum: with a formula, clients agree on levels, knots, means and scales like sites of different organisations,
+            without disclosing anything about fewer rows: a level counts if one client has at least this many rows of
+            it, levels are in the order of their names, means, sds and knots are round numbers (1 % of the sd) derived
+            from histograms. Default: those of all rows together, exactly.
+        other: with a minimum, the level of a factor that replaces too rare ones, column -> name. It comes last, so that
+            the first of the other levels is the reference.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
-        scales: with a minimum, declared means and sds of columns of which clients tell too little, by column or
-            "log(column)", also of the response: `{"nyha": (2, 1)}`.
+        scales: with a minimum, declared means and sds of columns for which clients' answers do not suffice, by column
+            or "log(column)", also of the response: `{"nyha": (2, 1)}`.
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
         dtype: of x, and of y when the target is a float; default: float32, with a formula float64.
 
     Raises:
-        ValueError: a column is missing, or a cell is; the message names the client, the column and the row's
-            label. A formula with something that formulas do not have, which is named.
+        ValueError: a column is missing, or a cell is; the message names the client, the column and the row's label. A
+            formula with an unsupported element, which is named.
         TypeError: a feature is not numeric, or the target mixes types.
 
     >>> import pandas
@@ -132,7 +131,7 @@ def from_frame(
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
         table, lost = _complete_rows(table, client, read, missing)
-        gaps = missing == "impute" and minimum is None  # clients that agree tell of the cells that are there
+        gaps = missing == "impute" and minimum is None  # with an agreement, clients describe their observed cells
         known = observed_values(table, tuple(dict.fromkeys(read))) if gaps else table
         settings = {**by_formula, "standardise": standardise}
         design = (_pooled if minimum is None else _agreed)(parsed, known, client, settings)
@@ -159,7 +158,7 @@ def _pooled(formula: Formula, table: pandas.DataFrame, client: str, settings: di
 
 
 def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: dict[str, Any]) -> Design:
-    """Return the design on which clients agree, each of which answers for its own rows."""
+    """Return the design on which clients agree, each answering for its own rows."""
     parts = table.groupby(Cells(table, client).complete(client), sort=False, observed=True)
     limits = Disclosure(settings["minimum"])
     named = {level_name(name): part for name, part in parts}
@@ -171,7 +170,7 @@ def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: di
 def _complete_rows(
     table: pandas.DataFrame, client: str, columns: Sequence[str], missing: str
 ) -> tuple[pandas.DataFrame, Absent | None]:
-    """Return the rows that stay, and what is missing in all of them where some are left out."""
+    """Return the remaining rows, and the missing cells of all rows if some are left out."""
     if missing != "drop":
         return table, None
     names = tuple(dict.fromkeys(column for column in columns if column in table.columns))
@@ -187,8 +186,8 @@ def _complete_rows(
 
 
 def _by_client(rows: Tree, owners: pandas.Series) -> dict[str, Any]:
-    """Return rows, counts and names of clients, those in order of first appearance."""
-    import pandas as pd  # at first use, because it takes long to import
+    """Return rows, counts and names of clients, in order of first appearance."""
+    import pandas as pd  # imported at first use, because it is slow to import
 
     codes, values = pd.factorize(owners)
     order = torch.from_numpy(codes.astype(numpy.int64)).argsort(stable=True)
@@ -235,7 +234,7 @@ def _of_columns(
 
 
 def _instead(column: pandas.Series) -> str:
-    """Return the advice for a column that holds no numbers."""
+    """Return the advice for a column that is not numeric."""
     if any(isinstance(value, (list, tuple, numpy.ndarray)) for value in column):
         return "of lists, such as tokens, make data by from_loaders(loaders, pad=0), whose batches may differ in length"
     return "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"

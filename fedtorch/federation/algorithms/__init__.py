@@ -1,1 +1,1 @@
-"""One algorithm, one file; `fedavg.py` is the one to read first."""
+"""One algorithm per file; read `fedavg.py` first."""

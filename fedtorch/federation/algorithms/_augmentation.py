@@ -1,9 +1,9 @@
-r"""Draws of the normal distribution of sites' rows with missing cells from its posterior: data augmentation.
+r"""Data augmentation: posterior draws of the normal distribution of sites' rows with missing cells.
 
-In the first round sites tell how many values of each column they have, and these values' sums and squares about the
-start, which give the prior its units; of columns that are far from it, in a second one about their means. In each other
-round every site draws its mean and its missing cells (`models.incomplete_normal`)
-and tells sums of the rows so completed; the server draws
+In the first round sites send the number, sum and sum of squares (about the start) of each column's observed values,
+which set the prior's units; for columns far from the start, a second round takes them about the means. In each other
+round every site draws its mean and its missing cells (`models.incomplete_normal`) and sends sums of the completed rows;
+the server draws
 
 .. math::
     \Sigma \sim \mathrm{IW}\bigl(n + \epsilon, \textstyle\sum_{ki} r_{ki} r_{ki}' + \epsilon S\bigr), \quad
@@ -11,8 +11,8 @@ and tells sums of the rows so completed; the server draws
     \tau_j \sim \mathrm{IG}\bigl(\tfrac12 (K + \nu), \tfrac12 \textstyle\sum_k (\mu_{kj} - \mu_j)^2
     + \tfrac12 \nu c S_j\bigr), \qquad r_{ki} = z_{ki} - \mu_k,
 
-where S is diagonal with the columns' variances: ε weighs like a row whose columns are uncorrelated, which keeps
-constant columns and few rows from breaking the draws (Schafer's ridge prior). All chains are one more batch dimension.
+where S is diagonal with the columns' variances. ε acts like a row with uncorrelated columns, which stabilises the draws
+for constant columns and few rows (Schafer's ridge prior). All chains are one more batch dimension.
 
 Source: Tanner and Wong (1987), "The calculation of posterior distributions by data augmentation", JASA 82; Schafer
 (1997), "Analysis of Incomplete Multivariate Data", sections 5.2.3 and 5.4.
@@ -37,12 +37,12 @@ from fedtorch.models.incomplete_normal import Gaps, Normal, SiteNormal, drawn, g
 
 RIDGE = 1.0  # ε, in rows
 _FAR = 1e6  # squared sds
-_AT_ONCE = 2**21  # numbers of completed rows of several chains
+_AT_ONCE = 2**21  # most numbers of completed rows of several chains
 WEIGHT, GUESS = 2.0, 0.1  # ν in sites, and c: the prior guess of τ, in variances of the columns
 
 
 class NormalDraws(NamedTuple):
-    """Hold the chains' latest draws, and what the first round has said of the columns."""
+    """The chains' latest draws, and the columns' statistics of the first round."""
 
     normal: SiteNormal  # (M, ...)
     variance: Tensor  # (p,) S
@@ -51,7 +51,7 @@ class NormalDraws(NamedTuple):
 
 @tells(Learns("exact sums of products of a site's columns: of fewer rows than columns, the rows"))
 class _Sums(NamedTuple):
-    """Hold what a site tells; of the first round, of observed values only."""
+    """Sums of one site; in the first round over observed values only."""
 
     count: Tensor  # type: ignore[assignment]  # (p,) values of each column
     first: Tensor  # (M, p) Σ residuals
@@ -62,7 +62,7 @@ class _Sums(NamedTuple):
 
 
 def augmentation(draws: int, between: bool, columns: int | Design | None) -> dict[str, Any]:
-    """Return the fields of an `Algorithm`, data augmentation with so many chains; see `normal_em`."""
+    """Build the fields of an `Algorithm` for data augmentation with a number of chains; see `normal_em`."""
     return dict(
         start=start(columns),
         settings={"algorithm": "normal_em", "draws": draws, "between": between},
@@ -76,7 +76,7 @@ def augmentation(draws: int, between: bool, columns: int | Design | None) -> dic
 
 
 def start(columns: int | Design | None) -> Normal | None:
-    """Return a normal distribution to start from, where it is known of how many columns."""
+    """Return a normal distribution to start from, if the number of columns is known."""
     if columns is None:
         return None
     count = len(RawColumns(columns).names) if isinstance(columns, Design) else columns
@@ -84,7 +84,7 @@ def start(columns: int | Design | None) -> Normal | None:
 
 
 def _init(parameters: Any, clients: int, *, draws: int) -> tuple[NormalDraws, tuple[()]]:
-    """Start where the caller says; the first round says in which units."""
+    """Start at the given distribution; the first round sets the units."""
     mean, covariance = tree.to(tuple(parameters[:2]), torch.float64)
     normal = SiteNormal(mean, covariance, torch.zeros_like(mean))
     return NormalDraws(tree.expand(normal, draws), torch.ones_like(mean), torch.tensor(0)), ()
@@ -106,7 +106,7 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
 
 
 def _observed(data: Gaps, rows: Tensor, mean: Tensor) -> _Sums:
-    """Return sums over the observed cells of values less the start `(K, M, p)`."""
+    """Return sums over the observed cells of values minus the start `(K, M, p)`."""
     seen = (data.observed & rows[..., None]).to(data.values.dtype)
     values = (data.values[:, None] - mean[:, :, None]) * seen[:, None]
     first, square = (leaf.sum(2) for leaf in (values, values.square()))
@@ -130,7 +130,7 @@ def _server(state: NormalDraws, aggregate: Sum, key: Tensor, *, between: bool) -
 
 
 def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
-    """Return whether sums about the start lose digits of the variances, for the means `(p,)` are too far from it.
+    """Return whether the means `(p,)` are so far from the start that sums about it lose digits of the variances.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> far(1e4 * one, 1e4 * one, one), far(1e-16 * one, one, 0 * one)  # the second has moved by rounding
@@ -140,12 +140,12 @@ def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
 
 
 def _rounding(mean: Tensor) -> Tensor:
-    """Return the variance of values that are all the same, but for rounding."""
+    """Return the variance due to rounding of equal values."""
     return (64 * torch.finfo(mean.dtype).eps * mean).square()
 
 
 def _first(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> NormalDraws:
-    """Begin at the columns' means and variances, uncorrelated; first go to where the columns are, if that is far."""
+    """Start at the columns' means and variances, uncorrelated; if the columns are far off, first move to them."""
     if bool((sums.count == 0).any()):
         empty = (sums.count == 0).nonzero()[:, 0].tolist()
         raise ValueError(f"Expected values of every column, but no site has any of columns {empty}; leave these out")
@@ -155,7 +155,7 @@ def _first(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> Norma
     if far(moved[0], mean[0], variance):
         return state._replace(normal=state.normal._replace(mean=mean))
     constant = variance <= _rounding(mean[0])
-    least = _rounding(mean[0]).clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # of values that are all the same
+    least = _rounding(mean[0]).clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # for columns whose values are all equal
     variance = torch.where(constant, least, variance)
     spread = GUESS * variance if between else torch.zeros_like(variance)
     chains = len(mean)

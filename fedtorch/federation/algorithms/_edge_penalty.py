@@ -1,15 +1,15 @@
-r"""GTV minimisation of any module with a penalty that ties nodes exactly, by ADMM over the edges.
+r"""GTV minimisation of any module with a penalty that makes nodes exactly equal, by ADMM over the edges.
 
-With s the difference that an edge from i to j settles on and u its dual, both at the server, a round is
+With s an edge's value for the difference of i and j, and u its dual, both at the server, a round is
 
 .. math::
     w_i \approx \arg\min_w L_i(w) + \frac\rho2 \sum_j \Big\|w - \frac{w_i + w_j}2 \mp \Big(\frac s2 - u\Big)\Big\|^2,
     \qquad \delta = w_i - w_j + 2u, \quad s = \mathrm{prox}_{(2\alpha A_{ij}/\rho)\phi}(\delta), \quad
     u \leftarrow (\delta - s)/2 .
 
-To node i that is one `Quadratic`, so that any local solver does; with an exact one it is the method of
-`fedtorch.networks.solvers.admm`. An edge whose ends have not both answered waits. Nodes that edges with s = 0
-join predict with their mean, so that they are equal to the bit.
+For node i that is one `Quadratic`, so any local solver can be used; with an exact one it is the method of
+`fedtorch.networks.solvers.admm`. An edge is updated once both its ends have answered. Nodes joined by edges with s = 0
+predict with their mean, so their predictions are equal to the bit.
 
 Source: Hallac, Leskovec and Boyd (2015), "Network lasso: clustering and optimization in large graphs".
 """
@@ -35,7 +35,7 @@ from fedtorch.tree import Tree
 
 
 class EdgeServer(NamedTuple):
-    """Hold the nodes' parameters, and what every edge knows of its two ends."""
+    """The nodes' parameters, and the variables of every edge."""
 
     parameters: Tensor  # (n, p) the coupled w_i, float64
     dual: Tensor  # (E, p) u
@@ -45,36 +45,36 @@ class EdgeServer(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """Hold a row for each node."""
+    """Broadcast to the nodes, one row each."""
 
     precision: Tensor  # (n,) λ
     shift: Tensor  # (n, p) h
-    tied: Tensor  # (n, p) the mean of those that are tied
+    tied: Tensor  # (n, p) mean over each group of equal nodes
 
 
 class _State(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """State of a node; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]
     solver: Tree
 
 
 class _Parts(NamedTuple):
-    """Hold what a round is made of."""
+    """Functions and constants of a round."""
 
     local: LocalSolver
     network: Network
     alpha: float
     penalty: Penalty
     rho: float
-    names: Sequence[str]  # of the coupled parameters
+    names: Sequence[str]  # names of the coupled parameters
 
     def joined(self, parameters: Tree) -> Tensor:
         """Return the coupled parameters of stacked nodes as vectors, `(K, p)` in float64."""
         return rows({name: parameters[name] for name in self.names}).to(torch.float64)
 
     def divided(self, vectors: Tensor, like: Tree) -> dict[str, Tensor]:
-        """Return the inverse of `joined`, in the shapes and dtypes of `like`."""
+        """Split `joined` into leaves with the shapes and dtypes of `like`."""
         coupled = {name: like[name] for name in self.names}
         return tree.map(lambda new, old: new.to(old.dtype), as_tree(vectors, coupled), coupled)
 
@@ -108,7 +108,7 @@ def _init(parameters: Tree, clients: int, *, parts: _Parts) -> tuple[EdgeServer,
 
 
 def _outbox(server: EdgeServer, *, parts: _Parts) -> _Outbox:
-    """Send every node its quadratic; none until it has been heard, so that it first finds its own solution."""
+    """Send every node its quadratic; none before its first answer, so that it first finds its own solution."""
     first, second = parts.network.edges.to(server.parameters.device).T
     w = server.parameters
     middle, push = (w[first] + w[second]) / 2, server.difference / 2 - server.dual
@@ -119,7 +119,7 @@ def _outbox(server: EdgeServer, *, parts: _Parts) -> _Outbox:
 
 
 def _tied(w: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of those of one label, `(n, p)`; who is alone keeps every bit."""
+    """Return the mean over nodes with the same label, `(n, p)`; a node without others keeps every bit."""
     count = torch.zeros_like(w[:, 0]).index_add(0, labels, torch.ones_like(w[:, 0]))
     mean = (torch.zeros_like(w).index_add(0, labels, w) / count.clamp(min=1)[:, None])[labels]
     return torch.where((count[labels] > 1)[:, None], mean, w)
@@ -136,7 +136,7 @@ def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, parts: _Par
 
 
 def _server(state: EdgeServer, aggregate: RowsOf, key: Tensor, *, parts: _Parts) -> EdgeServer:
-    """Renew the edges both of whose ends have answered."""
+    """Update the edges both of whose ends have answered."""
     ids = aggregate.ids.to(state.parameters.device)
     w = state.parameters.index_copy(0, ids, aggregate.message.value.to(torch.float64))
     answered = torch.zeros_like(state.heard).index_fill(0, ids, True)
@@ -147,10 +147,10 @@ def _server(state: EdgeServer, aggregate: RowsOf, key: Tensor, *, parts: _Parts)
     both = (answered[first] & answered[second])[:, None]
     difference = torch.where(both, settled, state.difference)
     dual = torch.where(both, (gap - settled) / 2, state.dual)
-    heard = state.heard | answered
-    joined = (difference == 0).all(1) & heard[first] & heard[second]
+    answered_once = state.heard | answered
+    joined = (difference == 0).all(1) & answered_once[first] & answered_once[second]
     labels = Network(parts.network.edges[joined.cpu()], nodes=parts.network.nodes).components.labels.to(w.device)
-    return EdgeServer(w, dual, difference, labels, heard)
+    return EdgeServer(w, dual, difference, labels, answered_once)
 
 
 def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:
@@ -159,5 +159,5 @@ def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:
 
 
 def _report(server: EdgeServer) -> dict[str, Tensor]:
-    """Return into how many clusters of equal nodes the network falls."""
+    """Return the number of clusters of equal nodes."""
     return {"clusters": server.labels.max() + 1}

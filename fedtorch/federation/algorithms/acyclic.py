@@ -1,7 +1,7 @@
 """Acyclic directed graphs over sites: one round of sums, from which every probability follows exactly.
 
-Sites tell the evidence of each variable's possible causes in their rows, `fedtorch.models.gibbs.acyclic` says how; the
-server adds, and has the posterior of graphs. There is no chain, nothing to burn in, and nothing to send again.
+Sites send the evidence of each variable's possible sets of causes in their rows (see `fedtorch.models.gibbs.acyclic`);
+the server adds it up and computes the posterior of graphs. There is no chain, no burn-in, and only one round.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def acyclic_graphs(
 ) -> Algorithm:
     r"""Build the search for causes among at most 20 variables of sites, without feedback: a posterior of graphs.
 
-    Rows are y `(p,)`, centred, of comparable scales. Errors are Laplace, so that directions can be told. Run it from
+    Rows are y `(p,)`, centred, of comparable scales. Errors are Laplace, so that directions are identified. Run it from
     `graphical.start(p)` for one round; the server's state is the posterior, with `inclusion()`, `effects()` and
-    `draws(key, count)`; graphs that agree with many orders of the variables are likelier beforehand. What a site tells
-    is summed with the others' and grows with the number of sets of causes.
+    `draws(key, count)`. Graphs that agree with many orders of the variables have a larger prior probability. A site's
+    message is summed with the others' and grows with the number of sets of causes.
 
     Args:
         parents: the most causes that a variable has.
         spreads: standard deviations of the sites' effects around the global ones, equally probable for each variable.
-        variance: of the global effects.
+        variance: prior variance of the global effects.
         names: the variables' names, for messages.
 
     Raises:
-        ValueError: an argument out of range, more than 20 variables, or too few for so many causes; or, when a
-            population is bound, rows of another form, NaN, or a variable that is constant in a client's rows, or a
+        ValueError: an argument out of range, more than 20 variables, or too few variables for so many causes; or, when
+            a population is bound, rows of another form, NaN, or a variable that is constant in a client's rows, or a
             linear function of others.
 
     Example:

@@ -1,18 +1,18 @@
-r"""Federations without a server: every node keeps its own copy of what a server would, from sums by consensus.
+r"""Federations without a server: every node holds its own copy of the server, from sums by consensus.
 
-Neighbours of a connected network average what they hold until all hold the mean of the whole. With the Laplacian L and
-its extreme positive eigenvalues λ₂ ≤ λ_n, the values after k exchanges between neighbours are T̃_k(L) x, where
+Neighbours of a connected network average their values until all have the mean of the whole network. With the Laplacian
+L and its extreme positive eigenvalues λ₂ ≤ λ_n, the values after k exchanges between neighbours are T̃_k(L) x, where
 
 .. math:: \tilde T_k(\lambda) = \frac{T_k(c - \lambda / r)}{T_k(c)},\quad c = \frac{\lambda_n + \lambda_2}
     {\lambda_n - \lambda_2},\quad r = \frac{\lambda_n - \lambda_2}{2},
 
-T_k being the Chebyshev polynomial. The mean is kept, and no other polynomial of degree k leaves less of the deviations
-from it: at most 1/T_k(c) of their norm. Plain averaging takes in the order of λ_n/λ₂ exchanges for a digit, this takes
-its square root.
+T_k is the Chebyshev polynomial. The polynomial preserves the mean, and none of degree k reduces the deviations from it
+further: their norm shrinks to at most 1/T_k(c). Plain averaging needs of the order of λ_n/λ₂ exchanges per digit, this
+method the square root of that.
 
-`without_server` takes any algorithm over a `star`. Gibbs sampling sends whole numbers (`fedtorch.exact`): once their
-sum is known to less than one half it is known exactly, so all copies are the same to the bit, and the same as with a
-server. Copies draw with the round's key, which all nodes have in common.
+`without_server` accepts any algorithm over a `star`. Gibbs sampling sends whole numbers (`fedtorch.exact`): a sum that
+is accurate to less than one half is exact after rounding, so all copies are the same to the bit, and the same as with a
+server. Copies draw with the round's key, which all nodes share.
 
 Source: the third future direction of Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models",
 section 4; Jung, "Federated learning: from theory to practice", chapter 3, for networks; Muthukrishnan, Ghosh and
@@ -37,19 +37,19 @@ from fedtorch.federation.exchanges.graph import graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-_LARGEST = 2.0**37  # no whole number in a message is larger: limbs, a few of them added up and told as a difference
-_MARGIN = 1e-6  # by which the eigenvalues may be off
+_LARGEST = 2.0**37  # bound on whole numbers in a message: sums of a few limbs, and their differences
+_MARGIN = 1e-6  # relative error allowed in the eigenvalues
 
 
 class Averaging:
-    """Average what the nodes of a network hold by exchanges between neighbours.
+    """Average the values of a network's nodes by exchanges between neighbours.
 
     Args:
         network: connected.
-        reduction: what may be left of the deviations from the mean, of the norm over all nodes.
+        reduction: largest remaining deviation from the mean, relative, in norm over all nodes.
 
     Attributes:
-        exchanges: k, how often neighbours exchange what they hold.
+        exchanges: k, number of exchanges between neighbours.
 
     Raises:
         ValueError: the network is not connected, or the reduction not between 0 and 1.
@@ -79,7 +79,7 @@ class Averaging:
             self.exchanges = math.ceil(math.acosh(1 / reduction) / math.acosh(self._centre))
 
     def __call__(self, values: Tensor) -> Tensor:
-        """Return the mean at every node as it knows it, `(n, D)` float64 -> `(n, D)`."""
+        """Return each node's approximation of the mean, `(n, D)` float64 -> `(n, D)`."""
         if not self.exchanges:
             return values
         laplacian = self.network.laplacian(torch.float64, values.device)
@@ -96,17 +96,17 @@ class Averaging:
 def consensus(network: Network, tolerance: float | None = None) -> Exchange:
     """Replace the sums of a `star` by consensus: each node computes the aggregate and keeps a row of the outbox.
 
-    A node that does not answer in a round adds nothing, but passes on what it hears. Traffic is what goes over the
-    edges: as often as there are exchanges, a message in float64 to every neighbour. Nothing comes down.
+    A node that does not answer in a round adds nothing, but relays its neighbours' messages. Traffic is counted over
+    the edges: for each exchange, one message in float64 to every neighbour. Nothing is sent down.
 
     Args:
         network: connected, whose nodes are the clients, in their order.
-        tolerance: what may be left of the deviations of the messages from their mean, of their norm over all nodes; or
-            None where messages are `Sum`s of whole numbers, as those of `ft.gibbs` are: then the sums are exact.
+        tolerance: largest remaining deviation of the messages from their mean, relative, in norm over all nodes; None
+            if messages are `Sum`s of whole numbers, as for `ft.gibbs`, whose sums are then exact.
 
     Raises:
-        ValueError: the network is not connected, or the tolerance not between 0 and 1; or, when messages come, one of
-            whole numbers that has others.
+        ValueError: the network is not connected, or the tolerance not between 0 and 1; or, in a round, a message that
+            is not of whole numbers where these are expected.
         ArithmeticError: sums of whole numbers are not known well enough to be rounded.
 
     Example:
@@ -162,15 +162,15 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
 def at_node(server: Tree, node: int | None = None) -> Tree:
     """Return a node's copy of the server's state of a run `without_server`, or the mean of all nodes' copies.
 
-    The copies differ by what the tolerance leaves, those of `ft.gibbs` not at all. Of whole numbers and flags, which
-    have no mean, it is the first node's.
+    The copies differ within the tolerance; those of `ft.gibbs` are equal. Whole numbers and flags, which have no mean,
+    are the first node's.
 
     Args:
         server: `run.server`, with a row for every node, `(n, ...)`.
-        node: its number; None for the mean.
+        node: index of the node; None for the mean.
 
     Raises:
-        ValueError: there is no such node.
+        ValueError: there is no node with this index.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -193,20 +193,20 @@ def at_node(server: Tree, node: int | None = None) -> Tree:
 
 
 def without_server(algorithm: Algorithm, network: Network, tolerance: float | None = None) -> Algorithm:
-    """Let the nodes of a network run an algorithm over a `star` among themselves.
+    """Run an algorithm over a `star` among the nodes of a network.
 
     Every node keeps a copy of the server's state, a row of the new server state `(n, ...)`, and takes the server's step
-    itself, with the sums as it knows them and the key of the round, which all have in common. `at_node` is one node's
-    copy, or their mean; a run's history, by which `until=` ends it, has what that mean reports.
+    itself, with its own sums and the round's key, which all share. `at_node` returns one node's copy, or their mean; a
+    run's history, on which `until=` acts, is the mean's.
 
     Args:
-        algorithm: one whose exchange adds up, such as `ft.gibbs(...)` or `ft.fedavg(...)`.
+        algorithm: one with an additive exchange, such as `ft.gibbs(...)` or `ft.fedavg(...)`.
         network: connected, whose nodes are the clients, in their order.
-        tolerance: as for `consensus`; None, the default, is for `ft.gibbs`, whose copies are then the same to the bit.
+        tolerance: as for `consensus`; the default None is for `ft.gibbs`, whose copies are then equal to the bit.
 
     Raises:
-        ValueError: the algorithm's exchange does not add up, or as for `consensus`; or, when a run begins, the network
-            has another number of nodes than there are clients.
+        ValueError: the algorithm's exchange is not additive, or as for `consensus`; or, at the start of a run, the
+            numbers of nodes and clients differ.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -253,11 +253,11 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
     )
 
 
-def _whole(told: Tensor, total: Tensor) -> Tensor:
+def _whole(sums: Tensor, total: Tensor) -> Tensor:
     """Return the whole numbers nearest to sums of whole numbers."""
     rounded = total.round()
     error = (total - rounded).abs().amax() if total.numel() else total.new_zeros(())
-    are_whole, known = torch.stack([((told == told.round()) & (told.abs() <= _LARGEST)).all(), error < 0.25]).tolist()
+    are_whole, known = torch.stack([((sums == sums.round()) & (sums.abs() <= _LARGEST)).all(), error < 0.25]).tolist()
     if not are_whole:
         raise ValueError(
             f"Expected messages of whole numbers up to {_LARGEST:.0f}, but got others; pass a tolerance of their means"

@@ -1,7 +1,7 @@
-r"""Ditto: a shared model, and for every client a personal one that is drawn towards it.
+r"""Ditto: a shared model, and for every client a personal one with a proximal term towards it.
 
-The shared parameters θ are trained by federated averaging. Besides, a client of the cohort goes on with its personal
-v_k, which never leave it, on
+The shared parameters θ are trained by federated averaging. In addition, a client of the cohort continues training its
+personal v_k, which never leaves it, on
 
 .. math:: \min_v L_k(v) + \frac{\lambda}{2} \|v - \theta\|^2,
 
@@ -26,11 +26,11 @@ _PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """State of a client; leaves `(K, ...)`."""
 
     personal: Tree  # v_k
     personal_solver: Tree
-    solver: Tree  # for the shared parameters
+    solver: Tree  # state of the solver for the shared parameters
 
 
 def ditto(
@@ -44,7 +44,7 @@ def ditto(
     """Build Ditto; `Reply.info` has the shared training's values, and the personal one's as `personal_…`.
 
     Args:
-        local: how a client works on both of its problems.
+        local: solver of a client's two problems.
         strength: weight λ of the pull of the personal parameters to the shared ones.
         mu: weight of a proximal term on the shared training, as in FedProx.
         lr: the server's step.

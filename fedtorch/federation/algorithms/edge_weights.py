@@ -1,34 +1,36 @@
-r"""Graph learning with conditions by message passing: the nodes agree on the weights of their edges by prices.
+r"""Graph learning under constraints by message passing: the nodes compute the weights of their edges from prices.
 
-Node i has a vector z_i, an edge of the network says which two nodes may be joined and talk, and nobody knows the
-discrepancies D(i, j) = ‖z_i − z_j‖ but the two nodes themselves. Wanted are weights A_ij = A_ji in [0, 1] with the
-least Σ A_ij D(i, j) (7.4) under one of the conditions
+Node i has a vector z_i. An edge of the network allows two nodes to be joined and to exchange messages, and only these
+two nodes know their discrepancy D(i, j) = ‖z_i − z_j‖. The algorithm finds weights A_ij = A_ji in [0, 1] with the least
+Σ A_ij D(i, j) (7.4) under one of the conditions
 
 .. math:: \sum_j A_{ij} = d \text{ for all } i \quad (7.6), \qquad \sum_{i<j} A_{ij} = E \quad (7.7).
 
-Each node has a price μ_i, the multiplier of its degree, and an edge is worth its discrepancy where the prices of its
-ends pay for it. Nodes tell their neighbours their prices; both ends of an edge then do the same step, with the same
-numbers, and each node moves its own price by what its degree lacks (a primal-dual step for linear programs):
+Each node has a price μ_i, the multiplier of its degree, and an edge is used if the prices of its ends add up to its
+discrepancy. Nodes send their prices to their neighbours; both ends of an edge then take the same step with the same
+numbers, and each node moves its own price by the deficit of its degree (a primal-dual step for linear programs):
 
 .. math:: A_{ij} \leftarrow \Big[A_{ij} - \tfrac{t_{ij}}{2}\big(D(i, j) - \mu_i - \mu_j\big)\Big]_0^1, \qquad
     \mu_i \leftarrow \mu_i + \Big(d - \sum_j (2 A_{ij} - A^-_{ij})\Big) \Big/ \sum_j t_{ij}
 
-with A⁻ the weight before, and t_ij the inverse of the mean discrepancy at both ends, so that no step size has to be
-chosen and units do not matter. A budget of edges is a degree of 2E/n that nodes may trade with their neighbours:
-y_ij = −y_ji is what j has of i's, and moves with the difference of their prices,
+with A⁻ the previous weight, and t_ij the inverse of the mean discrepancy at both ends, so no step size has to be chosen
+and units do not matter. A budget of E edges is a degree of 2E/n that nodes may trade with their neighbours: y_ij =
+−y_ji is the amount of i's degree that j has received, and moves with the difference of their prices,
 
 .. math:: y_{ij} \leftarrow y_{ij} + \tfrac{t_{ij}}{2}(\mu_i - \mu_j), \qquad
     \sum_j A_{ij} + \sum_j y_{ij} = 2E/n,
 
-so that all prices become one, half of the largest discrepancy that is joined. The steps converge to an optimum of the
-linear program; where it is the only one, weights arrive at their bounds after finitely many.
+so that all prices converge to one value, half of the largest joined discrepancy. The steps converge to an optimum of
+the linear program; if it is unique, weights reach their bounds after finitely many steps.
 
-A node takes its next step once all its neighbours have taken the last, and tells its last two prices, so that who is
-silent in a round, or whose messages are lost or late, holds up its neighbours and changes nothing in the results.
+A node takes its next step once all its neighbours have taken the last, and sends its last two prices. A node that is
+silent in a round, or whose messages are lost or late, therefore delays its neighbours and changes nothing in the
+results.
 
-Who learns what: *a node* its neighbours' vectors, mean discrepancies and prices; of a pair of others nothing. *The
-server between sites* with `carry=ft.sites.sealed(network)` who can talk to whom. Vectors are summaries of rows: noise
-belongs on them before they are the data of this algorithm. A message has n(m + 5) numbers for n nodes and vectors of m.
+Disclosure: *a node* learns its neighbours' vectors, mean discrepancies and prices, and nothing about other pairs. *The
+server between sites* with `carry=ft.sites.sealed(network)` learns the network. Vectors are summaries of rows, so noise
+should be added before they become the data of this algorithm. A message has n(m + 5) numbers for n nodes and vectors of
+m.
 
 Source: Jung, "Federated learning: from theory to practice", section 7.4, (7.6) and (7.7), which leaves the method open;
 Pock and Chambolle, "Diagonal preconditioning for first order primal-dual algorithms in convex optimization", ICCV 2011,
@@ -51,52 +53,52 @@ from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-_RATIO = 10.0  # of steps in weights to steps in prices, both in their own units
+_RATIO = 10.0  # ratio of steps in weights to steps in prices, both in their own units
 
 
 class _Row(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """State of a node; leaves `(K, ...)`."""
 
-    known: Vectors  # of neighbours: vector, mean discrepancy, steps taken, last price, the price before
-    place: Tensor  # (n,) one at the node itself, once it has been asked
-    own: Tensor  # (m + 4,) of itself what `known` has of others
+    known: Vectors  # per neighbour: vector, mean discrepancy, steps taken, last price, previous price
+    place: Tensor  # (n,) one at the node itself, after its first round
+    own: Tensor  # (m + 4,) the node's own entries of `known`
     weights: Tensor  # (n,) A_ij
     traded: Tensor  # (n,) y_ij
 
 
 class EdgeWeightsServer(NamedTuple):
-    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
+    """The nodes' received messages, `(n, ...)`; row i is node i's memory."""
 
     total: Tree = None
 
 
 class _Outbox(NamedTuple):
-    """Hold what a node works with; only the heard part of it has travelled."""
+    """A node's inputs; only the received messages have travelled."""
 
     heard: Vectors
     number: Tensor  # (n,) of the node
 
 
 def edge_weights(network: Network, width: int, *, degree: float | None = None, edges: float | None = None) -> Algorithm:
-    """Build the choice of edges' weights by the nodes themselves, for a degree of every node or a budget of edges.
+    """Build the nodes' choice of edge weights, for a given degree of every node or a budget of edges.
 
-    A node's vector is the mean of its rows, all fields side by side; a vector that is known is one row. What nodes have
-    chosen are their tensors: `weights` `(n,)` of the edges to all others, of which `ft.Network.from_matrix` makes the
-    network, `lack` `()`, what the weights miss of the condition, and `steps` `()` that each has taken. Whom to ask is
-    what `ft.neighbour_search` has found.
+    A node's vector is the mean of its rows, all fields side by side; a known vector is passed as one row. The results
+    are the nodes' tensors: `weights` `(n,)` of the edges to all others, from which `ft.Network.from_matrix` makes the
+    network, `lack` `()`, the deficit in the condition, and `steps` `()`, the number of steps. `ft.neighbour_search`
+    finds candidate edges.
 
     Args:
-        network: who may be joined to whom, and talks, with a node for each client, in their order. Weights do not
-            matter.
+        network: the edges that may be used, which are also those of the messages, with a node for each client, in their
+            order. Its weights do not matter.
         width: m, how many numbers a vector has.
         degree: d of every node, at most as many as the fewest neighbours of a node (7.6).
         edges: E, how many edges, or their total weight (7.7); the network has to be connected.
 
-    Shapes: server state is `EdgeWeightsServer`; client state has what a node knows, `(K, n)` and `(K, n, m + 4)`.
+    Shapes: server state is `EdgeWeightsServer`; client state has the node's view, `(K, n)` and `(K, n, m + 4)`.
 
     Raises:
-        ValueError: both conditions or none, one that no weights satisfy, or a network in several parts with `edges`;
-            when a run begins, a network of another size, or rows of another width.
+        ValueError: both conditions or none, an infeasible condition, or a disconnected network with `edges`; at the
+            start of a run, a network of another size, or rows of another width.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -111,7 +113,7 @@ def edge_weights(network: Network, width: int, *, degree: float | None = None, e
         raise ValueError(f"Expected a width of at least 1, but got {width}")
     target = _target(network, degree, edges)
     nodes = network.nodes
-    joined = Network(network.edges, nodes=nodes)  # every edge carries a message once, as it is
+    joined = Network(network.edges, nodes=nodes)  # unit weights, so every edge carries a message unscaled
     adjacent = joined.adjacency().to_dense() > 0
 
     def init(parameters: Tree, clients: int) -> tuple[EdgeWeightsServer, _Row]:
@@ -160,7 +162,7 @@ def edge_weights(network: Network, width: int, *, degree: float | None = None, e
 
 
 def _target(network: Network, degree: float | None, edges: float | None) -> float:
-    """Return the degree of every node, or what it has to trade."""
+    """Return the degree of every node, or its share of the budget."""
     if (degree is None) == (edges is None):
         raise ValueError(f"Expected a degree or a number of edges, but got {degree} and {edges}; leave one of them out")
     if degree is not None:
@@ -183,25 +185,26 @@ def _target(network: Network, degree: float | None, edges: float | None) -> floa
 
 
 def _lack(state: _Row, target: float) -> Tensor:
-    """Return what nodes' degrees miss, `(K,)`."""
+    """Return the deficits of nodes' degrees, `(K,)`."""
     return target - state.weights.sum(-1) - state.traded.sum(-1)
 
 
 def _stepped(state: _Row, data: Tensor, beside: Tensor, target: float, *, trading: bool) -> _Row:
-    """Return the nodes after their next step: the first tells the vector, the second a price, others move the prices.
+    """Return the nodes after their next step: the first sends the vector, the second a price, the others move the
+    prices.
 
     Args:
-        state: of K nodes, with what they have heard.
+        state: of K nodes, with their received messages.
         data: their vectors `(K, m)`.
         beside: their neighbours `(K, n)` bool.
-        target: of their degrees.
+        target: target degrees.
         trading: whether they may trade degrees.
     """
     vector, (scale, taken, price, _) = data.to(torch.float64), state.own[:, -4:].unbind(1)
     others, (scales, steps, prices, earlier) = state.known.vectors[..., :-4], state.known.vectors[..., -4:].unbind(-1)
     apart = torch.where(beside, (others - vector[:, None]).norm(dim=2), 0.0)
     mean = apart.sum(1) / beside.sum(1)
-    theirs = torch.where(steps > taken[:, None], earlier, prices)  # of as many steps as the node's own
+    theirs = torch.where(steps > taken[:, None], earlier, prices)  # after as many steps as the node itself
     both = (scale[:, None] + scales) / 2
     pace = torch.where(beside, _RATIO / torch.where(both > 0, both, 1.0), 0.0)  # t_ij
     moved = (state.weights - pace / 2 * (apart - price[:, None] - theirs)).clamp(0, 1)

@@ -5,8 +5,8 @@ its rows; the server takes the weighted mean as a step:
 
 .. math:: \theta \leftarrow \theta + \eta \sum_k \frac{n_k}{\sum_j n_j} (\theta_k - \theta).
 
-Averaged buffers (`gradient_descent(buffers="average")`) have no gradient. Clients send their values, and the server
-takes the weighted mean of these, whatever it held and whatever η is.
+Averaged buffers (`gradient_descent(buffers="average")`) have no gradient. Clients send their values, and the server's
+new value is their weighted mean, whatever η is.
 
 Source: McMahan et al. (2017), Algorithm 1, which is η = 1; with the proximal term of FedProx, Li et al. (2020),
 Algorithm 2: the client's loss is L_k(x) + μ/2 ‖x − θ‖².
@@ -41,9 +41,9 @@ LEARNS = Learns(
 
 @tells(LEARNS)
 class Message(NamedTuple):
-    """A client's message, and what the server receives of all."""
+    """A client's message, or the server's aggregate."""
 
-    change: Mean  # of the parameters
+    change: Mean  # change of the parameters
     buffers: Mean | None = None  # values of the averaged buffers, None without any
 
 
@@ -56,7 +56,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
     """Build FedAvg, and FedProx for `mu` > 0.
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         mu: weight μ of the proximal term.
         lr: the server's step η.
         weight: data -> `(K,)` positive weights; default: the number of rows.
@@ -89,7 +89,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
 
 
 def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """Build FedProx, `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020).
+    """Build FedProx: `fedavg` with the proximal term μ/2 ‖x − θ‖² in every client's problem (Li et al. 2020).
 
     Example:
         >>> import torch, fedtorch as ft
@@ -196,8 +196,8 @@ def checked_steps(lr_sum: Tensor, name: str, instead: str) -> Tensor:
     """Return clients' sums of learning rates `(K,)`, if all are positive.
 
     Args:
-        lr_sum: of the steps that each client took.
-        name: of the algorithm.
+        lr_sum: sums of learning rates over each client's steps.
+        name: the algorithm's name.
         instead: the algorithm to take with an exact local solver.
 
     Raises:

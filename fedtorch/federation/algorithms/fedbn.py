@@ -19,8 +19,8 @@ def fedbn(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weigh
     """Build FedAvg with personal BatchNorm layers: `personal_layers` with the names of their parameters.
 
     Args:
-        local: how a client works on its own problem; `gradient_descent(..., buffers="local")`, so that the running
-            statistics stay with the client as well.
+        local: solver of a client's own problem; `gradient_descent(..., buffers="local")`, so that running statistics
+            stay with the client as well.
         mu: weight of a proximal term; see `personal_layers`.
         lr: the server's step.
         weight: data -> `(K,)` positive weights; default: the number of rows.

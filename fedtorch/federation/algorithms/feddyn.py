@@ -9,13 +9,13 @@ and renews its gradient g_k, which starts at 0; the server keeps the mean g of t
     \theta &\leftarrow \sum_{k \in S} \frac{w_k}{\sum_{j \in S} w_j} \theta_k - \frac{g}{\alpha}, \qquad
     g = \sum_k w_k g_k / \sum_k w_k.
 
-The first order condition of θ_k says that g_k⁺ = ∇L_k(θ_k). Weights: at a fixed point θ_k = θ and g_k = ∇L_k(θ) for
-all k, so θ = θ − g/α gives g = 0, that is Σ w_k ∇L_k(θ) = 0: with w_k the number of rows the optimum of the pooled
-rows, whoever takes part. A local solver that takes a few gradient steps has the same fixed point. The paper has plain
-means, w_k = 1; its server state h is g.
+By the first order condition of θ_k, g_k⁺ = ∇L_k(θ_k). Weights: at a fixed point θ_k = θ and g_k = ∇L_k(θ) for all k, so
+θ = θ − g/α gives g = 0, that is Σ w_k ∇L_k(θ) = 0. With w_k the number of rows, that is the optimum of the pooled rows
+under any participation. A local solver with a few gradient steps has the same fixed point. The paper has plain means,
+w_k = 1; its server state h is g.
 
-The server keeps the running sum of all w_k g_k; see `scaffold` for what it takes for Σ w_k until all have been heard.
-With equal weights that is the paper's update h ← h − α/N Σ_{k∈S} (θ_k − θ) at any participation.
+The server keeps the running sum of all w_k g_k; `scaffold` explains its value for Σ w_k before all clients have
+answered. With equal weights that is the paper's update h ← h − α/N Σ_{k∈S} (θ_k − θ) at any participation.
 
 Source: Acar et al. (2021), "Federated learning based on dynamic regularization", Algorithm 1.
 """
@@ -51,7 +51,7 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
     """Build FedDyn, with exact local solvers or a few steps of descent.
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         alpha: strength α of the regulariser, in units of the loss's curvature and best of its order. The server divides
             the mean gradient by it, so that small values overshoot, above all with small cohorts.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.

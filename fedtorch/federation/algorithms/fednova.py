@@ -1,15 +1,15 @@
 r"""FedNova: averages of normalised changes, where clients take different numbers of steps.
 
-Under FedAvg a client that takes more steps counts for more: its fixed point weighs the clients' gradients by their rows
-times their steps. Here a client sends its change per step, and the server takes their weighted mean as many times as
-the clients have taken steps on average:
+Under FedAvg a client that takes more steps counts for more: the fixed point weights the clients' gradients by their
+rows times their steps. Here a client sends its change per step, and the server multiplies their weighted mean by the
+clients' average number of steps:
 
 .. math::
     \theta \leftarrow \theta + \eta\, \Big(\sum_k p_k s_k\Big) \sum_k p_k \frac{\theta_k - \theta}{s_k}, \qquad
     p_k = \frac{n_k}{\sum_{j} n_j},
 
-s_k being the sum of the learning rates that client k took. Of plain gradient steps this is the paper's normalised
-gradient, τ_k steps of one rate having s_k = τ_k · rate.
+s_k is the sum of the learning rates of client k's steps. For plain gradient steps this is the paper's normalised
+gradient: τ_k steps of one rate have s_k = τ_k · rate.
 
 Source: Wang, Liu, Liang, Joshi, Poor (2020), "Tackling the objective inconsistency problem in heterogeneous federated
 optimization", equations (6) and (9), with τ_eff = Σ_k p_k τ_k.
@@ -43,7 +43,7 @@ from fedtorch.tree import Tree
 
 @tells(LEARNS)
 class Message(NamedTuple):
-    """A client's message, and what the server receives of all."""
+    """A client's message, or the server's aggregate."""
 
     direction: Mean  # change of the parameters by unit of learning rate
     steps: Mean  # s_k
@@ -57,7 +57,7 @@ def fednova(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight
     and adaptive steps make θ_k − θ another multiple of the gradients than the sum of the learning rates.
 
     Args:
-        local: how a client works on its own problem, by steps.
+        local: solver of a client's own problem, by steps.
         lr: the server's step η.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 

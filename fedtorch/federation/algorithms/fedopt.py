@@ -42,11 +42,11 @@ from fedtorch.tree import Tree
 
 
 class FedOptServer(NamedTuple):
-    """Hold what the server keeps."""
+    """State of the server."""
 
     parameters: Tree
     optimizer: State
-    steps: Tensor  # () taken so far
+    steps: Tensor  # () server steps taken
 
 
 def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, weight: Weight = rows_weight) -> Algorithm:
@@ -55,7 +55,7 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
     Averaged buffers (`gradient_descent(buffers="average")`) have no gradient: their values are averaged as in FedAvg.
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         optimizer: `parameters -> torch.optim.Optimizer`, the server's.
         mu: weight of a proximal term, as in FedProx.
         weight: data -> `(K,)` positive weights; default: the number of rows.
@@ -79,7 +79,7 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
     steps = TreeOptimizer.made(optimizer, parameters)
     for group in steps.original.param_groups:
         expected.positive(lr=group.get("lr", 1.0))
-    steps.init(parameters)  # refuses at construction what cannot be saved
+    steps.init(parameters)  # refuses, at construction, state that cannot be saved
     return Algorithm(
         init=functools.partial(_init, steps, plain),
         outbox=lambda server: server.parameters,
@@ -97,8 +97,8 @@ def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int
 
 def _server(steps: TreeOptimizer, state: FedOptServer, aggregate: Message, key: Tensor) -> FedOptServer:
     mean = stepped(state.parameters, aggregate)
-    moved, kept = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
-    return FedOptServer({**mean, **moved}, kept, state.steps + 1)
+    moved, optimizer_state = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
+    return FedOptServer({**mean, **moved}, optimizer_state, state.steps + 1)
 
 
 def fedadam(
@@ -115,17 +115,18 @@ def fedadam(
     """Build FedAdam: `fedopt` with `torch.optim.Adam`, or without correction of bias (Reddi et al. 2021, Algorithm 2).
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         lr: the server's learning rate η.
         betas: decay β₁ and β₂ of the moments.
         eps: degree of adaptivity τ, in units of a change of the parameters.
-        bias_correction: whether the moments are divided by what they lack in the first rounds, as PyTorch does.
-        initial: of the second moment without correction of bias; default τ², as in the paper; 0 in Flower and FLamby.
+        bias_correction: whether the moments are divided by 1 − βᵗ, as PyTorch does.
+        initial: start of the second moment without bias correction; default τ², as in the paper; 0 in Flower and
+            FLamby.
         mu: weight of a proximal term, as in FedProx.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 
     Raises:
-        ValueError: an initial moment with correction of bias, which takes it to be 0; or a negative one.
+        ValueError: an initial moment together with bias correction, which assumes 0; or a negative one.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -172,8 +173,8 @@ def fedadagrad(
 ) -> Algorithm:
     """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad`, or with momentum (Reddi et al. 2021, Algorithm 2).
 
-    Arguments as those of `fedadam`; `beta` is β₁, the decay of the mean that a step follows, and `initial` where the
-    sum of squares begins, by default τ² as in the paper.
+    Arguments as those of `fedadam`; `beta` is β₁, the decay of the mean gradient, and `initial` the start of the sum of
+    squares, by default τ² as in the paper.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -191,14 +192,14 @@ def fedadagrad(
 
 
 def _begins(initial: float | None, eps: float) -> float:
-    """Return where second moments begin: as given, or τ²."""
+    """Return the start of the second moments: the given one, or τ²."""
     if initial is not None and not 0 <= initial < math.inf:
         raise ValueError(f"Expected an initial second moment of at least 0, but got {initial}")
     return eps**2 if initial is None else initial
 
 
 class Yogi(Optimizer):
-    r"""Step like Adam, with a second moment that grows and shrinks at a bounded rate, without correction of bias.
+    r"""Optimiser like Adam without bias correction, whose second moment grows and shrinks at a bounded rate.
 
     .. math::
         m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
@@ -234,7 +235,7 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; returns what `closure` returns."""
+        """Take one step; return the value of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

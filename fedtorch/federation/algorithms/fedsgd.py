@@ -2,7 +2,7 @@ r"""FedSGD: every client of the cohort sends the gradient of its loss over all i
 
 .. math:: \theta \leftarrow \theta - \eta \sum_{k \in S} \frac{w_k}{\sum_{j \in S} w_j} \nabla L_k(\theta).
 
-With everybody and w_k the number of rows this is gradient descent on the pooled rows. It is federated averaging with
+With all clients and w_k the number of rows this is gradient descent on the pooled rows. It is federated averaging with
 one local step of learning rate 1, so a change is minus the gradient and the server's step is the learning rate.
 
 Source: McMahan et al. (2017), section 2 ("FedSGD", C-fraction of clients, E = 1 and B = ∞).
@@ -40,7 +40,7 @@ def fedsgd(
         lr: the learning rate η.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
-        buffers: what happens to buffers that a pass changes; see `gradient_descent`.
+        buffers: treatment of buffers that a forward pass changes; see `gradient_descent`.
         batched: False evaluates the loss client by client; see `gradient_descent`.
 
     Shapes: server state and outbox are the parameters; client state is the solver's, `(K, ...)`.

@@ -4,16 +4,16 @@ For a hierarchical model
 
 .. math:: D_k \sim p(D_k | \theta_k),\quad \theta_k \sim p(\theta_k | \theta),\quad \theta \sim p(\theta)
 
-the clients are independent given the global variables, so client k makes L sweeps over its own variables with the
-global ones held fixed, and then the server samples the global ones given sums over the clients. Any number of sweeps
-leaves the posterior invariant.
+the clients are independent given the global variables. Client k makes L sweeps over its own variables with the global
+ones held fixed, and then the server samples the global ones given sums over the clients. Any number of sweeps leaves
+the posterior invariant.
 
-The server hears sums only, never a client's own numbers where the sums are made securely. A client tells its part
-of the sums for good, so one that is silent stays in the model with the variables it last told of, as a Gibbs sampler
-that leaves out a block does; one that has never been heard is not in the model. The sums are made in the
-fixed point of `fedtorch.exact`: they are the same bits for every population, chunking and order of the clients, also
-after any number of rounds, for up to 2¹⁸ clients if a sum has four terms each as those of the regressions do: limbs of
-changes of so many are below 2⁵³.
+The server receives only sums; with secure summation it never sees a single client's numbers. A client's part of the
+sums persists: a silent client stays in the model with its last variables, as in a Gibbs sampler that leaves out a
+block, and a client that has never answered is not in the model. The sums are made in the fixed point of
+`fedtorch.exact`: they have the same bits for every population, chunking and order of the clients, after any number of
+rounds, for up to 2¹⁸ clients if a sum has four terms each, as those of the regressions do: limbs of that many changes
+are below 2⁵³.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models with applications to electronic
 health records and genomics", Pac Symp Biocomput 28, Algorithm 1 and section 2.2.3.
@@ -42,21 +42,21 @@ _LEARNS = Learns(
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, C, ...)`."""
+    """State of a client; leaves `(K, C, ...)`."""
 
     variables: Tree
-    told: dict[str, Tensor]  # its part of the sums, in limbs; zeros before its first sweep
+    told: dict[str, Tensor]  # the client's part of the sums, in limbs; zeros before its first sweep
 
 
 class GibbsServer(NamedTuple):
-    """Hold what the server keeps; leaves `(C, ...)`."""
+    """State of the server; leaves `(C, ...)`."""
 
     variables: Tree
-    total: Tree = None  # {name: tensor}, the sum of all `told`, in limbs
+    total: Tree = None  # {name: tensor}, sum of all `told`, in limbs
 
 
 def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains: int = 4) -> Algorithm:
-    """Build federated Gibbs sampling. Its parameters are the global one's start, `(p,)`, or `(C, p)` per chain.
+    """Build federated Gibbs sampling. Its parameters are the global variables' start, `(p,)`, or `(C, p)` per chain.
 
     Args:
         local: the clients' half of the sampler, such as `fedtorch.models.gibbs.sparse.regression()`.
@@ -64,8 +64,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         sweeps: L, local sweeps per round.
         chains: C, independent chains, which differ by their keys.
 
-    Shapes: server state is `GibbsServer`; client state has its variables, `(K, C, ...)`, which `Algorithm.model`
-    returns; the outbox is what `shared.send` returns.
+    Shapes: server state is `GibbsServer`; client state has the client's variables, `(K, C, ...)`, which
+    `Algorithm.model` returns; the outbox is the value of `shared.send`.
 
     Raises:
         ValueError: `sweeps` or `chains` is less than one, or the start is neither `(p,)` nor `(C, p)`.

@@ -1,25 +1,24 @@
-r"""GTV minimisation: a model for every node of a network, neighbours' models drawn towards each other.
+r"""GTV minimisation: a model for every node of a network, with a penalty on the differences of neighbours' models.
 
 The nodes' parameters solve
 
 .. math:: \min_{w_1, \dots, w_n} \sum_i L_i(w_i) + \alpha \sum_{\{i,j\} \in E} A_{ij} \|w_i - w_j\|^2.
 
-To node i the others are the `Quadratic` with λ = 2αd_i and h = 2α Σ_j A_ij w_j, d_i = Σ_j A_ij, so that any local
-solver makes a method of it:
+For node i the others are the `Quadratic` with λ = 2αd_i and h = 2α Σ_j A_ij w_j, d_i = Σ_j A_ij, so that any local
+solver gives a method:
 
 - an exact one FedRelax (Algorithm 5.4), block-coordinate minimisation;
 - one full-batch gradient step FedGD (Algorithm 5.1), one step on a minibatch FedSGD (Algorithm 5.2);
-- several steps of any module, deep ones too, something in between;
-- a cohort of active nodes, in the round loop, the asynchronous form of each (Algorithm 8.1); see `unreliable_edges` for
-  delays.
+- several steps of any module, deep ones too, methods in between;
+- a cohort of active nodes the asynchronous form of each (Algorithm 8.1); see `unreliable_edges` for delays.
 
 Corrected in print: (5.20) and (5.21) minimise L_i + (α/2) Σ_j A_ij ‖w_i − w_j‖² over w_i. That is block-coordinate
 minimisation of GTVMin with α/2, because the sum over nodes counts every edge twice; the factor here is α.
 
-With `penalty=` it is the norm of the difference, not its square, or another function that ties neighbours exactly:
-nodes then fall into clusters of one model each (section 6.3). The edges are then at a server.
+`penalty=` replaces the square of the difference by its norm, or by another function that makes neighbours exactly
+equal: nodes then form clusters with one model each (section 6.3). The edges' variables are then at a server.
 
-Node i tells its neighbours w_i, and one that has not answered yet counts with the start that all nodes have in common.
+Node i sends w_i to its neighbours; a node that has not answered yet counts with the common start of all nodes.
 
 Source: Jung, "Federated learning: from theory to practice", chapters 3, 5, 6 (equation 6.5) and 8.
 """
@@ -49,14 +48,14 @@ _LEARNS = Learns(
 
 
 class _State(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """State of a node; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]  # w_i
     solver: Tree
 
 
 class GTVServer(NamedTuple):
-    """Hold what the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
+    """The nodes' received messages, a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
 
     total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
 
@@ -72,23 +71,23 @@ def gtv(
     """Build GTV minimisation over a network, by any local solver.
 
     Args:
-        local: how a node works on its own problem; see the module for what becomes of it.
-        network: whose nodes are the clients, in their order.
+        local: solver of a node's own problem; the module's docstring lists the resulting methods.
+        network: has the clients as nodes, in their order.
         alpha: strength α of the coupling; or a mapping from shell patterns of parameter names to strengths, as
             `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
             that match one name add up; parameters that match none are personal and never sent.
         penalty: φ of the difference of two nodes' coupled parameters, in place of its square: `networks.solvers.norm2`
             makes neighbours equal or not. A server then keeps the nodes' parameters and the edges, and strengths are
-            the same for all that is coupled.
+            the same for all coupled parameters.
         rho: ρ, how strictly a round of ADMM makes the two ends of an edge agree, with a penalty; about the curvature
             of the losses. The solution does not depend on it, the number of rounds does.
 
     Shapes: server state is `GTVServer`, the outbox its total; client state has w_i, `(K, ...)`.
 
     Raises:
-        ValueError: α is negative or not finite, ρ not positive, or strengths differ where there is a penalty; a pattern
-            matches no parameter; buffers are treated as parameters; or,
-            when a run begins, the network has another number of nodes than there are clients.
+        ValueError: α is negative or not finite, ρ not positive, or strengths differ with a penalty; a pattern matches
+            no parameter; buffers are treated as parameters; or, at the start of a run, the numbers of nodes and clients
+            differ.
 
     Example:
         >>> import torch, fedtorch as ft

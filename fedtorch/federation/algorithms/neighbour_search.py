@@ -1,29 +1,29 @@
-r"""Graph learning by message passing: nodes look for those most like them by talking to their neighbours.
+r"""Graph learning by message passing: each node finds the nodes most similar to it through its neighbours.
 
-Node i has a vector z_i, such as its mean label or the parameters of its own fit, and the network says who can talk to
-whom, which may be quite another network than the one that is looked for. In every round a node tells its neighbours its
-own vector and, of the vectors that it has heard, those of the `relay` nodes nearest to it. So after r rounds it may
-know nodes up to r edges away. It works out the discrepancies ‖z_i − z_j‖ itself and chooses the k nearest nodes that it
-knows: the first way of section 7.4 to learn a network, without a place that has all vectors.
+Node i has a vector z_i, such as its mean label or the parameters of its own fit. The given network defines who can
+exchange messages; it may differ from the network that is searched for. In every round a node sends its neighbours its
+own vector and, of the vectors received so far, those of the `relay` nodes nearest to it. After r rounds it may thus
+have vectors of nodes up to r edges away. It computes the discrepancies ‖z_i − z_j‖ itself and chooses the k nearest of
+these nodes: the first way of section 7.4 to learn a network, without any place that has all vectors.
 
 With `relay=0` nodes choose among their neighbours. With `relay=None` they pass everything on, and after as many rounds
-as the network is wide all have found their nearest of all. In between they find them where like nodes are near each
-other; or by another search that takes what was chosen as the network to talk over, some random edges besides.
+as the network's diameter all have found their nearest nodes overall. In between they find them if similar nodes are
+near each other; or by a further search over the chosen network plus some random edges.
 
-Who learns what:
+Disclosure:
 
-- *a node* the vectors that it has heard and whose they are, exactly: with `relay=0` its neighbours'. Vectors are
-  summaries of rows, and from parameters that fit few rows the rows can be worked out; noise belongs on the vectors,
-  before they are the data of this algorithm.
-- *a node that lies* is believed. It can take any place in its neighbours' lists, and with a relay also put vectors into
-  the mouths of nodes further away; it cannot change what nodes know that hear nothing by way of it.
-- *the server between sites* (`ft.Remote`) with `carry=ft.sites.sealed(network)` who can talk to whom, who answers and
-  how long messages are: no vector, no discrepancy, and not what nodes choose. Without seals it reads all messages.
-- *one process*, `ft.InProcess`, holds everything: it shows what the nodes would find.
+- *A node* learns the vectors it has received, with their owners, exactly: with `relay=0` its neighbours'. Vectors are
+  summaries of rows, and rows can be reconstructed from parameters that fit few rows; noise should be added to the
+  vectors before they become the data of this algorithm.
+- *A node that lies* is not detected. It can take any place in its neighbours' lists, and with a relay also send false
+  vectors in the name of nodes further away; it cannot affect nodes that receive nothing through it.
+- *The server between sites* (`ft.Remote`) with `carry=ft.sites.sealed(network)` learns the network, which nodes answer
+  and how long messages are: no vector, no discrepancy, and no node's choice. Without seals it reads all messages.
+- *One process*, `ft.InProcess`, has everything: it simulates the nodes' search.
 
-A message has n(m + 1) numbers for n nodes and vectors of m, zeros where nothing is told.
+A message has n(m + 1) numbers for n nodes and vectors of m, zeros for absent vectors.
 
-Source: Jung, "Federated learning: from theory to practice", section 7.4; for searches over what was chosen, Dong,
+Source: Jung, "Federated learning: from theory to practice", section 7.4; for searches over the chosen network, Dong,
 Moses and Li, "Efficient k-nearest neighbor graph construction for generic similarity measures", WWW 2011.
 """
 
@@ -48,49 +48,49 @@ from fedtorch.tree import Tree
 
 @tells(Learns("the numbers by which nodes are compared, such as means of their columns, of every node that it knows"))
 class Vectors(NamedTuple):
-    """Hold vectors of some of the n nodes, or a sum of such over neighbours."""
+    """Vectors of some of the n nodes, or a sum of these over neighbours."""
 
-    present: Tensor  # (K, n) one where the vector is there, else zero; summed, Σ A_ij of those that told it
-    vectors: Tensor  # (K, n, m) zeros where it is not
+    present: Tensor  # (K, n) one for a vector that is present, else zero; in sums, Σ A_ij over its senders
+    vectors: Tensor  # (K, n, m) zeros for absent vectors
 
 
 class _State(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """State of a node; leaves `(K, ...)`."""
 
     known: Vectors
-    told: Tensor  # (n,) one for the nodes whose vectors it tells
+    told: Tensor  # (n,) one for nodes whose vectors this node sends
 
 
 class NeighboursServer(NamedTuple):
-    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
+    """The nodes' received messages, `(n, ...)`; row i is node i's memory."""
 
     total: Tree = None
 
 
 class _Outbox(NamedTuple):
-    """Hold what a node works with; only the heard part of it has travelled."""
+    """A node's inputs; only the received messages have travelled."""
 
     heard: Vectors
     number: Tensor  # (n,) of the node
 
 
 def neighbour_search(network: Network, k: int, width: int, *, relay: int | None = 0) -> Algorithm:
-    """Build the search of every node for the k nodes most like it, by messages over a network.
+    """Build each node's search for the k nodes most similar to it, by messages over a network.
 
-    A node's vector is the mean of its rows, all fields side by side; a vector that is known is one row. What it has
-    found are its tensors: `neighbours` `(k,)`, nearest first, −1 where it knows fewer, and their `distances`, of which
-    `ft.Network.from_neighbours` makes the network. Vectors have to stay as they are while nodes search.
+    A node's vector is the mean of its rows, all fields side by side; a known vector is passed as one row. The results
+    are the nodes' tensors: `neighbours` `(k,)`, nearest first, −1 for missing ones, and their `distances`, from which
+    `ft.Network.from_neighbours` makes the network. Vectors must not change during the search.
 
     Args:
         network: over which nodes talk, with a node for each client, in their order. Its weights do not matter.
-        k: how many nodes each chooses.
+        k: number of nodes that each node chooses.
         width: m, how many numbers a vector has.
-        relay: of how many nodes, those nearest to it, a node passes the vectors on; None for all that it knows.
+        relay: number of nearest nodes whose vectors a node passes on; None for all.
 
-    Shapes: server state is `NeighboursServer`; client state has what it knows, `(K, n)` and `(K, n, m)`.
+    Shapes: server state is `NeighboursServer`; client state has the vectors that a node has, `(K, n)` and `(K, n, m)`.
 
     Raises:
-        ValueError: k, width or relay out of range; when a run begins, a network of another size, or rows of another
+        ValueError: k, width or relay out of range; at the start of a run, a network of another size, or rows of another
             width.
 
     Example:
@@ -152,14 +152,14 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
 
 
 def with_vectors(known: Vectors, new: Tensor, vectors: Tensor) -> Vectors:
-    """Return vectors with those of the nodes `new` `(K, n)` in place."""
+    """Return vectors with those of the nodes `new` `(K, n)` replaced."""
     return Vectors(
         torch.where(new, 1.0, known.present), torch.where(new[..., None], vectors.to(torch.float64), known.vectors)
     )
 
 
 def heard(inbox: Neighbourhood, known: Vectors, least: float) -> Vectors:
-    """Return what nodes know with what is in their memory; those that several have told are the same."""
+    """Merge received vectors into each node's memory, without duplicates."""
     heard: Vectors = inbox.heard.heard
     there = heard.present > least
     return with_vectors(known, there, heard.vectors / torch.where(there, heard.present, 1.0)[..., None])
@@ -168,14 +168,14 @@ def heard(inbox: Neighbourhood, known: Vectors, least: float) -> Vectors:
 def _nearest(known: Vectors, inbox: Neighbourhood, count: int) -> tuple[Tensor, Tensor]:
     """Return the nearest known others of each node and their distances, infinite ones last, `(K, count)`."""
     number = inbox.heard.number
-    own = known.vectors.gather(1, number[:, None, None].expand(-1, 1, known.vectors.shape[2]))
+    self_match = known.vectors.gather(1, number[:, None, None].expand(-1, 1, known.vectors.shape[2]))
     other = (known.present > 0) & (number[:, None] != torch.arange(known.present.shape[1], device=number.device))
-    distances, order = torch.where(other, (known.vectors - own).norm(dim=2), math.inf).sort(dim=1, stable=True)
+    distances, order = torch.where(other, (known.vectors - self_match).norm(dim=2), math.inf).sort(dim=1, stable=True)
     return order[:, :count], distances[:, :count]
 
 
 def _passed_on(known: Vectors, inbox: Neighbourhood, relay: int | None) -> Tensor:
-    """Return the nodes whose vectors are told, besides one's own, `(K, n)` bool."""
+    """Return the nodes whose vectors are sent, besides the node's own, `(K, n)` bool."""
     if relay is None:
         return known.present > 0
     order, distances = _nearest(known, inbox, relay)

@@ -1,11 +1,11 @@
 r"""The mean and covariance of all sites' rows, some of whose values are missing, by EM.
 
-Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
-altogether. An iteration needs from each site only Σ E[z] and Σ E[z z'] about the present mean, given what is observed,
-which are sums. `fedtorch.models.gibbs.imputation` fills the gaps with what is found.
+Rows are draws of one normal distribution, with values missing at random: some sites may lack a covariate altogether. An
+iteration needs from each site only the sums Σ E[z] and Σ E[z z'] about the present mean, given the observed values.
+`fedtorch.models.gibbs.imputation` fills the gaps from the result.
 
 With `draws` the same sums give draws of mean and covariance from their posterior, of which proper multiple imputation
-takes one for each completed data set; see `_augmentation`.
+uses one for each completed data set; see `_augmentation`.
 
 Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
 section 4.1.3 (normal data).
@@ -41,11 +41,11 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
     `torch.linalg.LinAlgError`; leave them out. Draws have a weak prior, and no need to.
 
     Args:
-        draws: None for the estimate. Otherwise so many chains of data augmentation, whose latest draws of mean and
-            covariance are `server.normal`, `(draws, ...)`; where they start is forgotten after some rounds.
-        between: of draws, whether the sites' means differ, by variances that are drawn too.
-        columns: how many there are, or the design that reads them, with which no parameters to start from are needed;
-            so sites build it.
+        draws: None for the estimate. Otherwise the number of chains of data augmentation, whose latest draws of mean
+            and covariance are `server.normal`, `(draws, ...)`; the chains forget their start after some rounds.
+        between: with draws, whether the sites' means differ, by variances that are drawn too.
+        columns: number of columns, or the design that reads them; no start parameters are needed then, and sites build
+            the algorithm so.
 
     Raises:
         ValueError: fewer than one draw.
@@ -79,7 +79,7 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
 
 @tells(Learns("means and products of a client's columns, exactly: of fewer rows than columns, the rows"))
 class _Moments(NamedTuple):
-    """Hold what a client tells of its rows, completed in the mean."""
+    """A client's sums over its rows, completed by conditional means."""
 
     mean: Tensor  # (K, p) from where the server's is
     second: Tensor  # (K, p, p) about it

@@ -29,7 +29,7 @@ from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """State of a client; leaves `(K, ...)`."""
 
     personal: dict[str, Tensor]
     solver: Tree
@@ -43,17 +43,17 @@ def personal_layers(
     lr: float = 1.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Build FedAvg on the shared parameters; those whose names match `personal` stay with their client.
+    """Build FedAvg on the shared parameters; parameters with names matching `personal` stay at their client.
 
     Args:
-        local: how a client works on its own problem.
+        local: solver of a client's own problem.
         personal: shell patterns of parameter names, such as `"head.*"`.
         mu: weight of a proximal term on the shared parameters' start and the client's own personal ones.
         lr: the server's step.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 
     Raises:
-        ValueError: a pattern matches no parameter, nothing remains to be shared, or `mu` or `lr` is out of range.
+        ValueError: a pattern matches no parameter, no shared parameter is left, or `mu` or `lr` is out of range.
 
     Example:
         >>> import torch, fedtorch as ft

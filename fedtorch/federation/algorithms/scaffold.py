@@ -1,4 +1,4 @@
-r"""SCAFFOLD: control variates take the clients' drift out of federated averaging.
+r"""SCAFFOLD: control variates that correct the clients' drift in federated averaging.
 
 A client's steps from the server's parameters θ are corrected by the difference of the server's control c and its own
 c_k, which is the `Quadratic` with λ = 0 and h = c_k − c; then it renews its control (the paper's option II), s_k being
@@ -10,13 +10,13 @@ the sum of the learning rates it took:
     \theta &\leftarrow \theta + \eta \sum_{k \in S} \frac{w_k}{\sum_{j \in S} w_j} (\theta_k - \theta), \qquad
     c = \sum_k w_k c_k / \sum_k w_k.
 
-Weights. At a fixed point no client moves, so c_k − c = ∇L_k(θ) for all k, and c_k⁺ = c_k gives c = 0. Hence
-Σ w_k c_k = 0 and Σ w_k ∇L_k(θ) = 0: with w_k the number of rows this is the optimum of the pooled rows, whatever the
-number of local steps and whoever takes part. The paper's c is the plain mean, that is w_k = 1.
+Weights. At a fixed point no client moves, so c_k − c = ∇L_k(θ) for all k, and c_k⁺ = c_k gives c = 0. Hence Σ w_k c_k =
+0 and Σ w_k ∇L_k(θ) = 0: with w_k the number of rows this is the optimum of the pooled rows, for any number of local
+steps and any participation. The paper's c is the plain mean, that is w_k = 1.
 
-The server keeps the running sum of all w_k c_k. It knows the weights of the clients that it has heard only, so it takes
-N times their mean for Σ w_k, and counts the controls of the others as 0: with equal weights this is the paper's update
-c ← c + (|S|/N) · mean of the changes, and when all have been heard it is exact.
+The server keeps the running sum of all w_k c_k. It knows only the weights of clients that have answered, so it uses N
+times their mean for Σ w_k, and counts the controls of the others as 0. With equal weights this is the paper's update c
+← c + (|S|/N) · mean of the changes, and once all have answered it is exact.
 
 Source: Karimireddy et al. (2020), "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1 with
 option II, equations (3) to (5).
@@ -51,7 +51,7 @@ from fedtorch.tree import Tree
 
 
 class ControlsServer(NamedTuple):
-    """Hold what the server keeps."""
+    """State of the server."""
 
     parameters: Tree  # θ
     population: Tensor  # () number of clients N
@@ -59,7 +59,7 @@ class ControlsServer(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out."""
+    """Broadcast of the server."""
 
     parameters: Tree  # θ
     control: Tree  # c
@@ -72,7 +72,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
     and adaptive steps make θ − θ_k another multiple of the gradient than the sum of the learning rates.
 
     Args:
-        local: how a client works on its own problem, by steps.
+        local: solver of a client's own problem, by steps.
         lr: the server's step η.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 

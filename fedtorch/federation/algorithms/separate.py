@@ -13,7 +13,7 @@ from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """State of a client; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]
     solver: Tree
@@ -23,7 +23,7 @@ def separate(local: LocalSolver) -> Algorithm:
     """Build separate training: each client trains its own model from the common start; nothing is sent.
 
     Args:
-        local: how a client works on its own problem; a round is one call.
+        local: solver of a client's own problem; a round is one call.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -51,10 +51,10 @@ def separate(local: LocalSolver) -> Algorithm:
 
 
 def pooled(local: LocalSolver) -> Algorithm:
-    """Build ordinary training on `data.pool()`: one client with everybody's rows. Nothing is sent.
+    """Build ordinary training on `data.pool()`, one client with the rows of all. Nothing is sent.
 
     Args:
-        local: how the pooled problem is worked on; a round is one call.
+        local: solver of the pooled problem; a round is one call.
 
     Example:
         >>> import torch, fedtorch as ft

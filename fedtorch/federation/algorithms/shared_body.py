@@ -1,19 +1,19 @@
-r"""A shared body with personal heads: the body is averaged, the heads come from an algorithm for linear models.
+r"""A shared body with personal heads: the body is averaged, and an algorithm for linear models trains the heads.
 
-Client k predicts ⟨θ_k, φ_B(x)⟩. The body B belongs to all clients and the head θ_k to one, and the two are found in
-turn: in a round a client
+Client k predicts ⟨θ_k, φ_B(x)⟩. The body B is shared and the head θ_k is client k's own; they are trained in turn. In a
+round a client
 
-1. computes the features φ_B of its rows with the body that it hears, and on these takes the round of the heads'
-   algorithm, which sees a linear model: HM1 (`ft.matrix_normal`), expectation propagation (`ft.ep` of a
-   `hierarchical.Model`) or heads on their own (`ft.separate`);
-2. trains the body with its new θ_k, which stays as it is meanwhile, and sends the body's change.
+1. computes the features φ_B of its rows with the received body, and takes the round of the heads' algorithm on them,
+   which sees a linear model: HM1 (`ft.matrix_normal`), expectation propagation (`ft.ep` of a `hierarchical.Model`) or
+   separate heads (`ft.separate`);
+2. trains the body with the new θ_k held fixed, and sends the body's change.
 
-The server averages bodies as FedAvg does, and does for the heads what their algorithm does. With one gradient step that
-is short enough, and heads whose round does not increase an objective that has the clients' losses as a part (HM1's,
-with a known noise), no round increases it.
+The server averages bodies as FedAvg does, and takes the server's step of the heads' algorithm. With one sufficiently
+short gradient step, and heads whose round does not increase an objective that contains the clients' losses (HM1's, with
+a known noise), no round increases it.
 
 With heads of `ft.separate` in closed form it is FedRep; with `ft.ep` the body is trained with the posterior mean of
-θ_k, given what the others know.
+θ_k, given the other clients.
 
 Source: Collins et al. (2021), "Exploiting shared representations for personalized federated learning", Algorithm 1,
 for heads on their own; Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", for HM1.
@@ -47,37 +47,37 @@ _HEADS = 1  # key of the heads' part of a round
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """State of a client; leaves `(K, ...)`."""
 
     heads: Tree
-    solver: Any  # with θ_k among its buffers
+    solver: Any  # state of the body's solver, with θ_k among its buffers
 
 
 @tells(LEARNS)
 class _Message(NamedTuple):
-    """Hold what a client tells the server."""
+    """A client's message."""
 
-    body: Mean  # its change
+    body: Mean  # change of the body
     heads: Tree
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out; of the heads as their exchange wants it."""
+    """Broadcast of the server; the heads' part has the form of their exchange."""
 
     body: Tree
     heads: Tree
 
 
 class SharedBodyServer(NamedTuple):
-    """Hold what the server keeps."""
+    """State of the server."""
 
     body: dict[str, Tensor]  # the parameters of the feature map
     heads: Tree  # the server's state of the heads' algorithm
-    total: Tree = None  # of what the heads' clients tell for good
+    total: Tree = None  # sum of the heads' persistent contributions
 
 
 class _Parts(NamedTuple):
-    """Hold what a round is made of."""
+    """Functions and constants of a round."""
 
     local: LocalSolver
     heads: Algorithm
@@ -94,13 +94,14 @@ class _Parts(NamedTuple):
 
 
 def shared_body(local: LocalSolver, heads: Algorithm, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """Build an averaged body under heads that another algorithm finds, in turn in every round.
+    """Build an averaged body under heads of another algorithm, trained in turn in every round.
 
     Args:
-        local: trains the body: of `ft.LinearHead(features, body, given=True)`, with `buffers="local"`.
-        heads: an algorithm for linear models on the rows (φ(x), y), with the constant 1 as last feature where the
-            `LinearHead` has an intercept: `ft.matrix_normal` or `ft.separate` of `ft.least_squares(ft.LinearHead(p,
-            intercept=False))`, or `ft.ep` of `hierarchical.linear(hierarchical.normal(p))` and its like.
+        local: solver of the body: of `ft.LinearHead(features, body, given=True)`, with `buffers="local"`.
+        heads: an algorithm for linear models on the rows (φ(x), y), with the constant 1 as last feature if the
+            `LinearHead` has an intercept: `ft.matrix_normal` or `ft.separate` of
+            `ft.least_squares(ft.LinearHead(p, intercept=False))`, or `ft.ep` of
+            `hierarchical.linear(hierarchical.normal(p))` and similar.
         lr: the server's step on the body.
         weight: data -> `(K,)` positive weights of the bodies; default: the number of rows.
 
@@ -109,9 +110,9 @@ def shared_body(local: LocalSolver, heads: Algorithm, *, lr: float = 1.0, weight
 
     Raises:
         TypeError: a solver of another module, or heads that are no algorithm or have no coefficients.
-        ValueError: coefficients that are trained with the body, a body without parameters; heads whose clients hear
-            their neighbours; when a population is bound, another number of features than the heads want; in a round,
-            features of a client that are not finite.
+        ValueError: coefficients that are trained with the body, a body without parameters; heads whose clients receive
+            their neighbours' messages; when a population is bound, a number of features other than the heads'; in a
+            round, features of a client that are not finite.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -183,7 +184,7 @@ def _check_parts(local: LocalSolver, heads: Algorithm) -> None:
 
 
 def _has_rows(exchange: Exchange) -> bool:
-    """Return whether a client hears its row of the outbox and the server gets the messages as they are."""
+    """Return whether a client receives its own row of the outbox and the server gets the messages unchanged."""
     one = torch.ones(1)
     return isinstance(exchange.scatter(one, slice(0, 1)), Tensor) and isinstance(
         exchange.gather(Mean(one, one), slice(0, 1)), RowsOf
@@ -191,7 +192,7 @@ def _has_rows(exchange: Exchange) -> bool:
 
 
 def _beside(exchange: Exchange) -> Exchange:
-    """Return an exchange of rows of which every client also hears the body."""
+    """Build an exchange of rows in which every client also receives the body."""
 
     def traffic(outbox: _Outbox, messages: Tree, ids: Any) -> tuple[int, int]:
         up, down = exchange.traffic(outbox.heads, messages, ids)
@@ -220,7 +221,7 @@ def _prepare(data: Any, *, parts: _Parts) -> Any:
 
 
 def _features(local: LocalSolver, body: Tree, state: Any, data: Any) -> Any:
-    """Return the clients' rows (φ(x), y), in evaluation mode: what the head predicts with unit vectors for θ."""
+    """Return the clients' rows (φ(x), y) in evaluation mode: the head's predictions with unit vectors for θ."""
     theta = state.buffers[_HEAD]
     eye = torch.eye(theta.shape[-1], dtype=theta.dtype, device=data.count.device)
     x, y = data.batch
@@ -234,7 +235,7 @@ def _features(local: LocalSolver, body: Tree, state: Any, data: Any) -> Any:
 
 
 def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, parts: _Parts) -> Reply:
-    """Take the round of the heads on the body's features, then the body's steps with the new heads."""
+    """Take the heads' round on the body's features, then the body's steps with the new heads."""
     local, heads = parts.local, parts.heads
     rows = heads.prepare(_features(local, inbox.body, state.solver, data))
     reply = heads.client(inbox.heads, state.heads, rows, turn.with_key(random.fold_in(turn.key, _HEADS)))
@@ -249,7 +250,7 @@ def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, parts: _Par
 
 
 def _server(state: SharedBodyServer, aggregate: Any, key: Tensor, *, parts: _Parts) -> SharedBodyServer:
-    """Average the bodies, and do what the heads' algorithm does."""
+    """Average the bodies, and take the server's step of the heads' algorithm."""
     if isinstance(aggregate, RowsOf):
         change, rows = aggregate.message
         aggregate = _Message(change._replace(value=_mean(change)), RowsOf(aggregate.ids, rows))

@@ -1,1 +1,1 @@
-"""Exchanges: who hears whom, and how messages become an aggregate."""
+"""Exchanges: which parties receive which messages, and how messages are aggregated."""

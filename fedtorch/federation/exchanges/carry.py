@@ -1,8 +1,9 @@
-"""Carry messages to whoever adds them up: readable, in sums under masks, or sealed for neighbours.
+"""Transport of messages to their aggregator: readable, in sums under masks, or sealed for neighbours.
 
-An exchange says who hears whom; how much of it those in between can read is the population's argument `carry=`. `plain`
-hides nothing. `fedtorch.sites.secure` has sums under masks, `fedtorch.sites.envelopes` sealed envelopes. What rests on
-sums that nobody can take apart declares it, `Budget.need`, and no run begins where its population does not meet that.
+An exchange defines who receives which messages; the population's argument `carry=` defines how much intermediaries can
+read. `plain` hides nothing. `fedtorch.sites.secure` has sums under masks, `fedtorch.sites.envelopes` sealed envelopes.
+An algorithm whose guarantee needs inseparable sums declares so by `Budget.need`, and a run refuses populations that do
+not meet it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _STEPS = 4  # between numbers under masks, in a share of noise
 
 
 class Carry(Protocol):
-    """Carry messages between clients, and hides as much of them as it says."""
+    """Transport of messages between clients, which may hide their content."""
 
     @property
     def minimum(self) -> int:
-        """Count the clients of the smallest sum that whoever carries messages can read; 1 for single messages."""
+        """Return the number of clients in the smallest sum that the carrier can read; 1 for single messages."""
         ...
 
     @property
@@ -43,25 +44,25 @@ class Carry(Protocol):
 
     @property
     def network(self) -> Network | None:
-        """Return the network whose neighbours hear each other in sealed envelopes, or None."""
+        """Return the network whose neighbours exchange sealed envelopes, or None."""
         ...
 
     def __str__(self) -> str:
-        """Say what all parties have to agree on; empty where nothing is hidden."""
+        """Describe the settings on which all parties have to agree; "" if nothing is hidden."""
         ...
 
     def carried(self, algorithm: Algorithm) -> Algorithm:
-        """Return `algorithm` as it works where its messages are carried so; raise ValueError where it cannot."""
+        """Adapt `algorithm` to this transport; raise ValueError if it cannot be adapted."""
         ...
 
     def check(self, clients: int, sites: int | None = None) -> None:
-        """Raise ValueError where messages of so many clients, or of so many sites, cannot be carried so."""
+        """Raise ValueError if this number of clients or sites is not supported."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Carry messages readable; see `plain`."""
+    """Transport of readable messages; see `plain`."""
 
     minimum: int = 1
     step: float = 0.0
@@ -75,7 +76,7 @@ class Plain:
         return "plain()"
 
     def carried(self, algorithm: Algorithm) -> Algorithm:
-        """Return the algorithm as it is."""
+        """Return the algorithm unchanged."""
         return algorithm
 
     def check(self, clients: int, sites: int | None = None) -> None:
@@ -83,7 +84,7 @@ class Plain:
 
 
 def plain() -> Plain:
-    """Return the carrying of messages that hides nothing from whoever is in between, the default of all populations.
+    """Build the transport that hides nothing from intermediaries, the default of all populations.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -95,7 +96,7 @@ def plain() -> Plain:
 
 
 def adds_up(exchange: Exchange) -> bool:
-    """Return whether the server needs the plain sums of messages and nothing else of them, as over a star.
+    """Return whether the server uses only plain sums of messages, as over a star.
 
     Example:
         >>> import fedtorch as ft
@@ -107,7 +108,7 @@ def adds_up(exchange: Exchange) -> bool:
 
 
 def hears_neighbours(exchange: Exchange, network: Network) -> bool:
-    """Return whether nodes hear the plain sums over their neighbours in `network` and nothing else.
+    """Return whether nodes use only plain sums over their neighbours in `network`.
 
     Example:
         >>> import fedtorch as ft
@@ -125,7 +126,7 @@ def hears_neighbours(exchange: Exchange, network: Network) -> bool:
 
 
 def agreed(carry: Carry) -> dict[str, str]:
-    """Return what fingerprints say of `carry`, by name; nothing where nothing is hidden."""
+    """Return the fingerprint entries of `carry`, by name; none if nothing is hidden."""
     return {MESSAGES: str(carry)} if str(carry) else {}
 
 
@@ -140,7 +141,7 @@ def carried(algorithm: Algorithm, carry: Carry, population: str) -> Algorithm:
 
 
 def check_need(algorithm: Algorithm, carry: Carry, where: str) -> None:
-    """Raise ValueError unless `carry` hides what `algorithm` needs to be hidden; `where` names who carries.
+    """Raise ValueError unless `carry` hides as much as `algorithm` needs; `where` names the carrier in the error.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,14 +1,14 @@
 """Exchanges: which client receives from which, and how messages add up.
 
-Two kinds of message, both about this round and over those who answer. A `Mean` is multiplied by its weights and summed,
-so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. What clients tell for good
-(`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
+There are two kinds of message, both about this round and over the clients that answer. A `Mean` is multiplied by its
+weights and summed, so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. Persistent
+contributions of clients (`Algorithm.told`) travel as the `Sum` of their changes, see `Sent`.
 
 A block's weighted sum is computed in the dtype of its values, with weights scaled to a sum of about one; sums of blocks
-and ranks are in float64, so that all of them agree up to that rounding. The server takes what is fresh in the dtype of
-the messages, and totals in float64. Complex numbers stay complex: each is summed as two real numbers.
+and ranks are in float64, so that all of them agree up to that rounding. The server receives the round's means in the
+dtype of the messages, and totals in float64. Complex numbers stay complex: each is summed as two real numbers.
 
-What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
+Helpers for authors of an exchange, with clients given as a slice or a tensor of indices:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.exchanges import exchange
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Mean(NamedTuple):
-    """Hold a message that is averaged. Aggregated, `weight` is the total weight.
+    """A message that is averaged. In an aggregate, `weight` is the total weight.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -54,7 +54,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Hold a message that is added up.
+    """A message that is added up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -67,25 +67,25 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike."""
+    """A round's message of an algorithm with `told`; the exchange treats both parts alike."""
 
     fresh: Tree  # the message of the `Reply`
-    told: Sum  # by how much what it tells for good has changed
+    told: Sum  # change of the persistent contribution
 
 
 class RowsOf(NamedTuple):
-    """Hold the aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
+    """Aggregate of `private_rows`: the unchanged messages, in ascending order of the clients."""
 
     ids: Tensor  # (M,)
     message: Tree  # (M, ...)
 
 
 class Exchange(NamedTuple):
-    """Say how a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones.
+    """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones.
 
-    A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
-    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. Who in between can read
-    messages is not the exchange's business, but that of a population's `carry`.
+    A partial aggregate of one block is merged with others, and finished once. `additive` means that partials merge by
+    adding their leaves, so that ranks can use `all_reduce`; otherwise they are gathered. Confidentiality towards
+    intermediaries is not part of the exchange, but of a population's `carry`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -101,8 +101,8 @@ class Exchange(NamedTuple):
     finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
-    heard_by: str = "the server"  # who takes what clients send, as a disclosure says it
-    network: Network | None = None  # whose nodes the clients are, for reports and records
+    heard_by: str = "the server"  # recipient of the clients' messages, as disclosures name it
+    network: Network | None = None  # network with the clients as nodes, for reports and records
 
 
 def client_count(ids: Rows) -> int:
@@ -111,14 +111,14 @@ def client_count(ids: Rows) -> int:
 
 
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
-    """Return what `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
+    """Return the aggregate of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
 def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
-    """Cast an aggregate for the server to the dtypes of the messages; sums of whole numbers stay float64."""
+    """Cast an aggregate for the server to the dtypes of the messages; sums of integers stay float64."""
     if isinstance(aggregate, RowsOf):
-        return aggregate  # as they came
+        return aggregate  # unchanged
 
     def cast(total: Tensor, sent: Tensor) -> Tensor:
         return total.to(sent.dtype) if sent.is_floating_point() or sent.is_complex() else total
@@ -132,7 +132,7 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
 
 
 def check_shapes(messages: Tree, ids: Rows) -> None:
-    """Raise ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    """Raise ValueError unless every tensor of the messages has a row per client, and weights are vectors."""
     count = client_count(ids)
 
     def check(node: Mean | Sum) -> Mean | Sum:
@@ -154,7 +154,7 @@ def indices(ids: Rows) -> Tensor:
 
 
 def map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
-    """Return a message whose every Mean and Sum is replaced by a function of it; raise TypeError for bare tensors.
+    """Apply a function to every Mean and Sum of a message; raise TypeError for bare tensors.
 
     >>> map_messages(lambda node: type(node).__name__, {"mean": Mean(torch.ones(2), torch.ones(2)), "sum": Sum(None)})
     {'mean': 'Mean', 'sum': 'Sum'}
@@ -174,9 +174,9 @@ def is_finite(partial: Tree, messages: Tree = None) -> bool:
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
     numbers = [leaf for leaf in tree.leaves(tree.as_real(partial)) if leaf.is_floating_point()]
-    told = weights(messages)
+    all_weights = weights(messages)
     sums = [leaf.sum() for leaf in numbers]
-    sums += [weight.clamp(max=0).sqrt().sum() for weight in told]  # roots of what is negative are NaN
+    sums += [weight.clamp(max=0).sqrt().sum() for weight in all_weights]  # roots of negative weights are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
@@ -203,7 +203,7 @@ def not_finite(messages: Tree) -> dict[int, str]:
 
 
 def check_sum(partial: Tree, clients: int) -> None:
-    """Raise ValueError if messages that are finite add up to what is not.
+    """Raise ValueError if finite messages add up to a sum that is not finite.
 
     >>> check_sum(Sum(torch.tensor([torch.inf])), clients=3)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Neighbours in a network hear each other: no server, one sparse product in a round."""
+"""Exchange between neighbours in a network: no server, one sparse product in a round."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from fedtorch.federation.exchanges.messages import in_order
 from fedtorch.networks.network import Network
 from fedtorch.tree import Rows, Tree
 
-_PUSH = 4  # a product over all edges takes as long as pushing along this part of them
+_PUSH = 4  # a product over all edges takes as long as pushing along a quarter of them
 
 
 class Neighbourhood(NamedTuple):
-    """Hold what a node of `graph` hears."""
+    """A node's inbox in `graph`."""
 
     heard: Tree  # (K, ...) its row of the outbox
     degree: Tensor  # (K,) Σ_j A_ij, float64
 
 
 def graph(network: Network) -> Exchange:
-    r"""Let neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
+    r"""Exchange between neighbours: there is no server, and node i's message goes to its neighbours only.
 
-    The aggregate has the structure of the message, `(n, ...)` and in float64 or complex128. Row i is what the
-    neighbours of node i have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the
-    mean with weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node,
-    as the aggregate has; an inbox is a `Neighbourhood`.
+    The aggregate has the structure of the message, `(n, ...)` and in float64 or complex128. Row i combines the messages
+    of node i's neighbours that answered: for a `Sum` :math:`\sum_j A_{ij} v_j`, for a `Mean` the mean with weights
+    :math:`A_{ij} w_j`, and zeros with weight zero if none did. The outbox has a row per node, as the aggregate has; an
+    inbox is a `Neighbourhood`.
 
-    When every node answers, the aggregate is one sparse product; a few active nodes push along their own edges. Blocks
-    and ranks meet by joining their messages, not by adding `(n, ...)` sums, so that the product is done once and
-    its bits are the same in any blocks.
+    If every node answers, the aggregate is one sparse product; a few active nodes push along their own edges. Blocks
+    and ranks join their messages instead of adding `(n, ...)` sums, so that the product is computed once and its bits
+    do not depend on the blocks.
 
-    Traffic is what goes over the edges: a message as often as its sender has neighbours. Nothing comes down.
+    Traffic is counted over the edges: each message once per neighbour of its sender. Nothing is sent down.
 
     Args:
-        network: whose nodes are the clients, in their order.
+        network: has the clients as nodes, in their order.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -70,7 +70,7 @@ def graph(network: Network) -> Exchange:
 
 
 def _hear(network: Network, partial: RowsOf) -> Tree:
-    """Return what every node hears of the messages of some."""
+    """Return every node's aggregate of the messages of some nodes."""
     partial = in_order(partial)
 
     def hear(node: Mean | Sum) -> Mean | Sum:

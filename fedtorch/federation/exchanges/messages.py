@@ -1,4 +1,4 @@
-"""Messages of all clients at once: kept until a round is finished, and as rows of numbers."""
+"""All clients' messages of a round together, stored until its end, and as rows of numbers."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from fedtorch.tree import Tree
 
 
 def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
-    """Keep an exchange's messages as they came until all are there, in ascending order of the clients.
+    """Build an exchange that stores the messages of a round, and finishes with all of them in ascending order of
+    clients.
 
     Args:
-        exchange: how the outbox is scattered, and what traffic costs.
+        exchange: scatters the outbox and counts the traffic.
         finish: messages `(M, ...)` of a round -> aggregate.
     """
     return exchange._replace(
         gather=lambda messages, ids: RowsOf(indices(ids), messages),
         merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
-        finish=lambda found: finish(in_order(found)),
+        finish=lambda batch: finish(in_order(batch)),
         additive=False,
     )
 
 
 @dataclass(frozen=True)
 class Changed:
-    """Finish what an exchange makes of messages that are changed once all of a round are there."""
+    """Finish of an exchange after a change of the round's messages together."""
 
     exchange: Exchange
     change: Callable[[RowsOf], RowsOf]
-    refusal: str  # why the exchange cannot hear changed messages; empty where it can
+    refusal: str  # why the exchange does not support changed messages; empty if it does
 
-    def __call__(self, found: RowsOf) -> Tree:
+    def __call__(self, batch: RowsOf) -> Tree:
         if self.refusal:
             raise ValueError(self.refusal)
-        changed_rows = self.change(in_order(found))
+        changed_rows = self.change(in_order(batch))
         return self.exchange.finish(self.exchange.gather(changed_rows.message, changed_rows.ids))
 
 
 def changed(exchange: Exchange, change: Callable[[RowsOf], RowsOf], refusal: str = "") -> Exchange:
-    """Return `exchange` that hears the messages of a round changed, as no client alone could change them."""
+    """Build `exchange` with a change of each round's messages that needs all of them at once."""
     return kept(exchange, in_order)._replace(finish=Changed(exchange, change, refusal))
 
 
 def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], Exchange]]:
-    """Return the exchange that hears changed messages, and the function that puts the same changes before another."""
+    """Return the exchange before changes, and a function that applies the same changes before another exchange."""
     outer = exchange.finish
     if not isinstance(outer, Changed):
         return exchange, lambda other: other
@@ -57,12 +58,12 @@ def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], E
     return plain, lambda other: changed(again(other), outer.change)
 
 
-def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
+def in_order(messages: RowsOf, first: int | None = None) -> RowsOf:
     """Return messages in ascending order of the clients, one of them first."""
-    ids = found.ids if first is None else torch.where(found.ids == first, -1, found.ids)
+    ids = messages.ids if first is None else torch.where(messages.ids == first, -1, messages.ids)
     if bool((ids[1:] > ids[:-1]).all()):
-        return found
-    return tree.take(found, ids.argsort())
+        return messages
+    return tree.take(messages, ids.argsort())
 
 
 def rows(value: Tree) -> Tensor:
@@ -74,11 +75,11 @@ def rows(value: Tree) -> Tensor:
     return torch.cat(leaves, 1) if len(leaves) > 1 else leaves[0]
 
 
-def like(found: Tensor, value: Tree) -> Tree:
+def like(numbers: Tensor, value: Tree) -> Tree:
     """Return numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
     shapes = [leaf.shape[1:] for leaf in tree.leaves(tree.as_real(value))]
-    parts = found.split([shape.numel() for shape in shapes], -1)
-    shaped = [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)]
+    parts = numbers.split([shape.numel() for shape in shapes], -1)
+    shaped = [part.reshape((*numbers.shape[:-1], *shape)) for part, shape in zip(parts, shapes)]
     return tree.from_real(tree.refill(value, shaped), value)
 
 
@@ -92,7 +93,7 @@ def as_sums(node: Mean | Sum) -> Mean | Sum:
 
 
 def as_aggregate(node: Mean | Sum) -> Mean | Sum:
-    """Return what a star's server makes of what was added up."""
+    """Return a star's aggregate from added messages."""
     if isinstance(node, Sum):
         return node
     weight = node.weight

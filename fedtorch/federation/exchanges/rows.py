@@ -1,4 +1,4 @@
-"""A row of the server's state for each client: messages arrive as they are sent, not summed."""
+"""One row of the server's state for each client: messages arrive unsummed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedtorch.federation.exchanges.messages import in_order
 
 
 def private_rows() -> Exchange:
-    """Keep a row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
+    """Exchange with an outbox row per client: client k receives only row k, and its message becomes row k of `RowsOf`.
 
     Example:
         >>> import torch, fedtorch as ft

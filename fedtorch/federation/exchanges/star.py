@@ -12,11 +12,11 @@ from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, map_messages
 from fedtorch.tree import Rows, Tree
 
-_EXPONENT = 1023  # of the largest power of two in float64
+_EXPONENT = 1023  # exponent of the largest power of two in float64
 
 
 def star() -> Exchange:
-    """Put a server in the middle: every client hears the outbox, and the server hears everybody's sum.
+    """Exchange with a central server: every client receives the outbox, and the server receives the sum over clients.
 
     The aggregate has the structure of the message, without the leading dimension and in float64, of complex numbers in
     complex128: `Mean(value, weight)` holds the weighted mean and the total weight, `Sum(value)` the sum.
@@ -43,11 +43,11 @@ def _without_power(weight: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
     """Return (weights `(K,)` divided by the power of two above their sum, that power, the sum), float64."""
     wide = weight.to(torch.float64)
     size = wide.sum()
-    if size.device.type == "cpu":  # whose numbers are read without waiting for others
-        above = math.ldexp(1.0, min(math.frexp(float(size))[1], _EXPONENT))  # of NaN, Inf or nothing 1
+    if size.device.type == "cpu":  # read without waiting for a device
+        above = math.ldexp(1.0, min(math.frexp(float(size))[1], _EXPONENT))  # 1 for NaN, Inf or zero
         return wide / above, above, size
     power = (size / torch.frexp(size).mantissa).clamp(max=2.0**_EXPONENT)
-    power = torch.where(power > 0, power, 1.0)  # not of NaN, Inf or nothing
+    power = torch.where(power > 0, power, 1.0)  # 1 for NaN, Inf or zero
     return wide / power, power, size
 
 
@@ -72,8 +72,9 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
 def _weighted_sum(share: Tensor, power: Tensor | float, value: Tensor) -> Tensor:
     """Return Σ_k w_k v_k of values `(K, ...)`, float64, of weights as `_without_power` returns them.
 
-    The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
-    their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
+    The product is in the dtype of the values, if that is float32, with weights divided by the power of two above their
+    sum. It is therefore at most the largest value, and its bits equal those of an undivided product that does not
+    overflow.
     """
     dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
     rows = value.flatten(1) if value.ndim > 1 else value[:, None]

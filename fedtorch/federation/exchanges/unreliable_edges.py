@@ -1,15 +1,15 @@
-r"""Edges that lose messages and deliver them late: what every edge remembers, so that nothing gets out of step.
+r"""Edges that lose or delay messages, with a memory per edge that keeps sums consistent.
 
-A sum of changes is right only if all of them arrive. Over an unreliable edge therefore travels the whole value that
-the sender has told so far, with a sequence number, and the edge remembers the last one that it has let through:
+A sum of changes is right only if all of them arrive. An unreliable edge therefore carries the sender's whole value with
+a sequence number, and remembers the last value that it has delivered:
 
-- a lost message is made good by the sender's next one;
-- one that is overtaken by a later one, and one that comes twice, has too small a sequence number and changes nothing.
+- a lost message is repaired by the sender's next one;
+- a message that was overtaken, or is repeated, has too small a sequence number and changes nothing.
 
-So node i's sum is Σ_j A_ij (the last value heard from j) at all times, whichever messages were lost.
+Node i's sum is therefore always Σ_j A_ij (last value delivered from j), whichever messages were lost.
 
-Source: Jung, "Federated learning: from theory to practice", Algorithm 8.1, whose k_{i,i'} is the age of what node i
-has heard from i'.
+Source: Jung, "Federated learning: from theory to practice", Algorithm 8.1, whose k_{i,i'} is the age of node i's value
+of i'.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
 
 
 class Edges(NamedTuple):
-    """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds."""
+    """State of the server: the algorithm's own, and the memory of 2E directed edges over a window of T rounds."""
 
     algorithm: Tree
-    last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64 or complex128
+    last: Tree  # (2E, ...) last delivered value, at first the initial one, float64 or complex128
     sequence: Tensor  # (2E,) its number, 0 before the first
-    values: Tree  # (T, n, ...) what was sent in the last rounds, float64 or complex128
-    numbers: Tensor  # (T, n) the message's number, 0 for a node that sent nothing
+    values: Tree  # (T, n, ...) messages of the last rounds, float64 or complex128
+    numbers: Tensor  # (T, n) sequence numbers, 0 for nodes without a message
     keys: Tensor  # (T,) the rounds' keys
     round: Tensor  # () rounds so far
     sent: Tensor  # (n,) messages that each node has sent
 
 
 def unreliable_edges(network: Network, *, loss: float = 0.0, delay: int = 0) -> Wrapper:
-    """Lose messages of an algorithm over `graph(network)` on single edges, or let them come late.
+    """Build the wrapper that loses or delays messages of an algorithm over `graph(network)` on single edges.
 
     Every message is lost on each directed edge with probability `loss`, independently, and otherwise arrives 0 to
-    `delay` rounds later, all equally likely. Time stands still in rounds in which nobody answers.
+    `delay` rounds later, all equally likely. Rounds without any answer do not count as time.
 
     Args:
-        network: of the algorithm, whose clients tell all that they say for good (`told`), as those of `ft.gtv`.
+        network: the algorithm's; all its messages must be persistent contributions (`told`), as for `ft.gtv`.
         loss: the probability of a loss, below 1.
         delay: the longest delay in rounds.
 
     Raises:
-        ValueError: an impossible probability or delay. When it is joined: an algorithm whose clients tell nothing for
-            good, or that is not over a graph.
+        ValueError: an impossible probability or delay. In wrapping: an algorithm without persistent contributions, or
+            not over a graph.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -109,7 +109,7 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
         reply = algorithm.client(inbox, state, data, turn)
         whole = told(reply.state)
         first = tree.leaves(whole)[0]
-        number = torch.ones(len(first), dtype=torch.int64, device=first.device)  # stands for the sequence number
+        number = torch.ones(len(first), dtype=torch.int64, device=first.device)  # in place of sequence numbers
         return reply._replace(message=Mean(whole, number))
 
     def server(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:

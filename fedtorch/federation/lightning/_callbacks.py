@@ -19,11 +19,11 @@ from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.runs.run import Run
 from fedtorch.tree import Tree
 
-_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
+_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # Lightning's bars, one of which is a Trainer's default
 
 
 def callbacks_of_rounds(callbacks: Sequence[L.Callback]) -> list[L.Callback]:
-    """Return callbacks without the summary of a module's parameters, which clients have, and with those of rounds."""
+    """Replace Lightning's default callbacks by those for rounds, without the summary of a module's parameters."""
     return [_of_rounds(each) for each in callbacks if type(each) is not ModelSummary]
 
 
@@ -37,14 +37,14 @@ class RoundAveraging(StochasticWeightAveraging):
     """Average the server's parameters over the last rounds, and anneal the clients' learning rates to `swa_lrs`.
 
     Args:
-        given: the callback of a Trainer, whose settings and state these are.
+        given: the Trainer's callback, whose settings and state the average uses.
     """
 
     def __init__(self, given: StochasticWeightAveraging) -> None:
         self.__dict__ = vars(given)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Begin the average with the server's parameters.
+        """Start the average with the server's parameters.
 
         Raises:
             ValueError: the server has none.
@@ -52,7 +52,7 @@ class RoundAveraging(StochasticWeightAveraging):
         self._average_model: Any = _parameters_module(_run(pl_module))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the server's parameters in; from the first time on the clients' own schedules act no more."""
+        """Add the server's parameters to the average; from the first time on clients' schedules stop."""
         super().on_train_epoch_start(trainer, pl_module)
         if self._initialized:
             for group in trainer.optimizers[0].param_groups:
@@ -68,13 +68,13 @@ class RoundAveraging(StochasticWeightAveraging):
     def update_parameters(
         average_model: Any, model: L.LightningModule, n_averaged: Tensor, avg_fn: Callable[..., Tensor]
     ) -> None:
-        """Take the server's parameters into the average."""
+        """Add the server's parameters to the average."""
         now: Any = _parameters_module(_run(model))
         StochasticWeightAveraging.update_parameters(average_model, now, n_averaged, avg_fn)
 
     @staticmethod
     def transfer_weights(src_pl_module: Any, dst_pl_module: L.LightningModule) -> None:
-        """Give the server the average."""
+        """Set the server's parameters to the average."""
         run = _run(dst_pl_module)
         leaves = [new.detach().clone() for new in src_pl_module.parameters()]
         old = _parameters(run.server)
@@ -92,7 +92,7 @@ def _parameters(server: Any) -> Tree:
 
 
 def _parameters_module(run: Run) -> nn.Module:
-    """Return copies of the server's parameters as those of a module."""
+    """Build a module with copies of the server's parameters."""
     parameters = _parameters(run.server)
     if not isinstance(parameters, dict) or not parameters:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The optimisers that a Trainer sees of a federation: they hold the learning rates of its clients, and no parameters.
+"""Stand-in optimisers of a federation for a Trainer: they hold the clients' learning rates, and no parameters.
 
-`LearningRateMonitor` and other callbacks read them there, and what a callback writes there the clients take.
+`LearningRateMonitor` and other callbacks read the rates there; rates that a callback sets are passed to the clients.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fedtorch.federation.local_schedule import LocalOptimizer
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.solvers.batches import limited
 
-_SHOWN = ("lr", "momentum", "betas", "weight_decay", "name")  # of a parameter group, what callbacks read
-_PLANNED, _HELD = "planned_lr", "held"  # by the clients' schedules; whether a callback's own rate is in their place
+_SHOWN = ("lr", "momentum", "betas", "weight_decay", "name")  # fields of a parameter group that callbacks read
+_PLANNED, _HELD = "planned_lr", "held"  # rate of the clients' schedules; whether a callback has replaced it
 
 
 class ClientsOptimizers:
-    """Follow the optimisers of a run's clients: means over the cohort of the last round, over everybody before.
+    """Stand-ins for the clients' optimisers: means over the last round's cohort, at first over all clients.
 
     Args:
-        run: of the clients.
+        run: the clients' run.
 
     Attributes:
-        limit: of the minibatches of an epoch, see `Turn`.
+        limit: on the minibatches of an epoch, see `Turn`.
     """
 
     def __init__(self, run: Run) -> None:
@@ -42,10 +42,10 @@ class ClientsOptimizers:
         return self._run.algorithm.schedule is not None and self._data() is not None
 
     def make(self, watched: bool) -> Any:
-        """Return what `configure_optimizers` does.
+        """Return the optimisers and schedulers for `configure_optimizers`.
 
         Args:
-            watched: whether somebody reads the rates, for whom Trainers may be started every round to look at them.
+            watched: whether callbacks read the rates, which may need Trainers started every round.
         """
         schedule = self._run.algorithm.schedule
         self._watched = watched
@@ -59,7 +59,7 @@ class ClientsOptimizers:
     def settings(self) -> dict[str, Any]:
         """Return the settings of the clients' optimisers, and of schedules of this run's length, by name.
 
-        Empty where clients are elsewhere, or where only a client's own Trainer knows it.
+        Empty if clients run elsewhere, or if only a client's own Trainer has the settings.
         """
         schedule = self._run.algorithm.schedule
         if not self.known or schedule is None or schedule.slow:
@@ -76,7 +76,7 @@ class ClientsOptimizers:
         return {name: value for name, value in (("rates", rates), ("limit", self.limit)) if value is not None}
 
     def follow(self, ids: Tensor) -> None:
-        """Take over the rates at which the clients of a round stand after it."""
+        """Update the rates to the clients' after a round."""
         schedule = self._run.algorithm.schedule
         if schedule is None or (schedule.slow and not self._watched) or not len(ids):
             return
@@ -88,10 +88,10 @@ class ClientsOptimizers:
                 group.update({n: v for n, v in fresh.items() if not (n == "lr" and group.get(_HELD))})
 
     def take(self, limit: float | None) -> None:
-        """Take a limit for the rounds to come.
+        """Set a limit for the coming rounds.
 
         Raises:
-            ValueError: it leaves nothing of some client's epochs.
+            ValueError: no minibatch of some client's epochs is left.
         """
         self.limit = limit
         if limit is not None and self.known:
@@ -127,7 +127,7 @@ class ClientsOptimizer(torch.optim.Optimizer):
     """An optimiser of no parameters: it counts rounds, and holds hyperparameters.
 
     Args:
-        groups: of each parameter group of the clients; none for nothing to show.
+        groups: the clients' parameter groups; empty if unknown.
     """
 
     scheduled = False
@@ -141,14 +141,14 @@ class ClientsOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the hyperparameters of as many groups; other checkpoints hold none."""
+        """Load the hyperparameters of the same number of groups; ignore other checkpoints."""
         saved = state_dict["param_groups"]
         for group, old in zip(self.param_groups, saved if len(saved) == len(self.param_groups) else ()):
             group.update({name: value for name, value in old.items() if name != "params"})
 
 
 class ClientsSchedule(LRScheduler):
-    """A scheduler that leaves learning rates as they are: the clients' own have moved them."""
+    """A scheduler that does not change learning rates, which follow the clients' own."""
 
     def get_lr(self) -> list[Any]:
         """Return the rates of now."""

@@ -16,7 +16,7 @@ from fedtorch import expected, tree
 from fedtorch.data import BadClients, FederatedData, FederatedLoaders
 from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
 from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
-from fedtorch.federation.runs.own_steps import has_step
+from fedtorch.federation.runs.own_steps import STAGES, has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
 from fedtorch.federation.solvers.batches import limited
@@ -31,14 +31,14 @@ class Evaluation:
     """Scores a run's clients and predicts with them, for a Trainer.
 
     Args:
-        run: of the clients.
+        run: the clients' run.
         rows: by stage: "validation", "test", "predict".
         metrics: by name; none for the module's own steps.
         split: rows -> (inputs, targets), for metrics.
         batch_size: rows of a client that are evaluated at once; None for all.
 
     Raises:
-        ValueError: rows of other clients, or nothing to score them by.
+        ValueError: rows of other clients, or no metric for them.
     """
 
     def __init__(
@@ -50,12 +50,13 @@ class Evaluation:
         batch_size: int | None,
     ) -> None:
         if metrics:
-            any_metrics(metrics)  # which refuses what is none
+            any_metrics(metrics)  # raises if there is no metric
         self._run, self._metrics, self._split, self._batch_size = run, metrics or None, split, batch_size
         self._built = {stage: data for stage, data in rows.items() if data is not None}
         self._given: dict[str, Evaluable] = {}
         self._predict: Callable[..., list[Any]] | None = None
-        self._limited: dict[str, tuple[Evaluable, float, Evaluable]] = {}  # by stage: all, the limit, what is within
+        # by stage: all rows, the limit, the rows within it
+        self._limited: dict[str, tuple[Evaluable, float, Evaluable]] = {}
         for stage, data in self._built.items():
             self._check(stage, data)
         if "validation" in self._built:
@@ -78,7 +79,7 @@ class Evaluation:
             )
 
     def attach(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Take the rows that `Trainer.validate`, `test` or `predict` were given in the place of loaders.
+        """Use the rows passed to `Trainer.validate`, `test` or `predict` in place of loaders.
 
         Raises:
             ValueError: there are no rows, or none that can be scored.
@@ -101,10 +102,10 @@ class Evaluation:
             check_loader(source.instance, None, {"predict": "prediction"}.get(stage, stage))
         elif not self.has(stage):
             verb = trainer.state.fn.value  # type: ignore[union-attr]
-            said = "validation" if stage == "validation" else "test"
+            stage_name = "validation" if stage == "validation" else "test"
             raise ValueError(
                 f"Expected rows for trainer.{verb}, but got none; pass trainer.{verb}(federation, data) with "
-                f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
+                f"FederatedData of the same clients, or ft.Federation(…, {stage_name}=data)"
             )
         self._check_step(stage)
         self._check_limit(stage, trainer)
@@ -114,22 +115,22 @@ class Evaluation:
             self._within(stage, limit_of(trainer, _PREFIXES[stage]))
 
     def has(self, stage: str) -> bool:
-        """Return whether there are rows."""
+        """Return whether the stage has rows."""
         return stage in self._given or stage in self._built
 
     def rows(self, stage: str) -> Evaluable:
-        """Return the rows of a stage: those that the Trainer was given, or those of construction."""
+        """Return the rows of a stage: the Trainer's, or those of construction."""
         return self._given.get(stage) or self._built[stage]
 
     def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
         """Return scores by the names under which they are logged."""
-        options = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
+        options = {} if self._metrics is not None else {"stage": STAGES[stage], "trainer": trainer}
         rows = self._within(stage, limit_of(trainer, _PREFIXES[stage]))
         scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **options)
         return {name if options else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
 
     def _within(self, stage: str, limit: float | None) -> Evaluable:
-        """Return what is within a limit of batches, the same object each time, whose blocks are kept."""
+        """Return the rows within a limit of batches, always the same object, so that its blocks stay cached."""
         rows = self.rows(stage)
         if limit is None:
             return rows
@@ -147,7 +148,7 @@ class Evaluation:
 
 
 def values_of(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return what is logged of scores: over all rows, and of the clients the mean, the least and the most.
+    """Return the logged values of scores: over all rows, and the clients' mean, minimum and maximum.
 
     `<name>_undefined` counts the clients that have rows on which the metric is not defined, as an area under the ROC
     curve is not on rows of one class. Scores of several numbers, such as a confusion matrix, are not logged.
@@ -164,12 +165,12 @@ def values_of(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def first_batches(data: Evaluable, batch_size: int | None, limit: float) -> Evaluable:
-    """Return the first batches of each client, at most so many, or this share of them if the limit is a float.
+    """Return the first batches of each client: at most `limit`, or this share of them for a float.
 
     Args:
         data: of clients with rows, or with loaders.
-        batch_size: of rows.
-        limit: see above.
+        batch_size: rows per batch.
+        limit: number or share of batches.
 
     Raises:
         ValueError: a share leaves none of some client's, or all rows are one batch.
@@ -193,8 +194,8 @@ def first_batches(data: Evaluable, batch_size: int | None, limit: float) -> Eval
         raise ValueError(f"Client {data.names[error.rows[0]]!r}: {error}") from error
     counts = (taken * batch_size).minimum(data.counts)
     within = torch.arange(int(data.counts.sum())) - data.starts.repeat_interleave(data.counts)
-    kept = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
-    return replace(data, rows=tree.map(lambda leaf: leaf[kept.to(leaf.device)], data.rows), counts=counts)
+    positions = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
+    return replace(data, rows=tree.map(lambda leaf: leaf[positions.to(leaf.device)], data.rows), counts=counts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

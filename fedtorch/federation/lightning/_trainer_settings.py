@@ -1,4 +1,4 @@
-"""Check a Trainer's settings: those that would do nothing in a federation, or go wrong, are refused by name."""
+"""Checks of a Trainer's settings: those that have no effect in a federation, or a wrong one, raise an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedtorch.federation.populations.population import Population
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
 
 
-# Arguments of a Trainer that cannot act: a value that would act on a module, None of any other; what to do instead.
+# Trainer arguments without effect in a federation: the value that would act on a module (None: any other), the remedy.
 _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "precision": (
         lambda trainer: trainer.precision if trainer.precision != "32-true" else None,
@@ -49,7 +49,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         "train on few rows or clients: data.select([0])",
     ),
     "limit_train_batches": (
-        lambda trainer: limit_of(trainer, "train"),  # acts where clients' epochs have a number of minibatches
+        lambda trainer: limit_of(trainer, "train"),  # has an effect if clients' epochs are counted in minibatches
         _SOLVER.format("steps=", "limit_train_batches="),
     ),
     "limit_predict_batches": (
@@ -77,19 +77,19 @@ _CALLBACKS = {
     BatchSizeFinder: "give batch_size= to the local solver",
     LearningRateFinder: "tune with ft.grid or ft.tune",
 }
-_FOLLOWERS = (LearningRateMonitor, StochasticWeightAveraging)  # of the clients' learning rates
+_FOLLOWERS = (LearningRateMonitor, StochasticWeightAveraging)  # they follow the clients' learning rates
 
 
 def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
-    """Refuse what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
+    """Refuse Trainer settings that would act on modules, rows or optimisers, which the Trainer does not see.
 
     Args:
-        trainer: whose settings.
+        trainer: the Trainer to check.
         rates: whether the clients' learning rates are known.
-        limits: whether their epochs can be limited.
+        limits: whether the clients' epochs can be limited.
 
     Raises:
-        ValueError: the message names the setting, and where to say it instead.
+        ValueError: names the setting, and where to set it instead.
     """
     for name, (acting, instead) in _REFUSED.items():
         if (value := acting(trainer)) is not None and not (limits and name == "limit_train_batches"):
@@ -97,22 +97,22 @@ def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
     if getattr(trainer, "datamodule", None) is not None:
         _refuse("datamodule=", "every client has its own: ft.data.from_datamodules({name: datamodule})")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        advice = {kind: said for kind, said in _CALLBACKS.items() if isinstance(callback, kind)}
+        advice = {kind: remedy for kind, remedy in _CALLBACKS.items() if isinstance(callback, kind)}
         if isinstance(callback, _FOLLOWERS) and not rates:
             advice[type(callback)] = "these clients have no learning rates that are known to this process"
-        for said in advice.values():
-            _refuse(f"the callback {type(callback).__name__}", said)
+        for remedy in advice.values():
+            _refuse(f"the callback {type(callback).__name__}", remedy)
 
 
 def limit_of(trainer: L.Trainer, stage: str) -> float | None:
-    """Return the limit of a stage's batches, "train", "val", "test" or "predict"; None for all and for none."""
+    """Return the batch limit of a stage ("train", "val", "test" or "predict"); None for no limit and for zero."""
     limit = getattr(trainer, f"limit_{stage}_batches")
     whole = (limit == 1 and isinstance(limit, float)) or limit == 0
     return None if whole or trainer.fast_dev_run else limit  # type: ignore[attr-defined]
 
 
 def items_for(limit: float | None) -> list[int]:
-    """Return the items of a loader of which Lightning, limiting them too, takes one.
+    """Return loader items such that Lightning, which applies the limit again, takes one.
 
     Example:
         >>> [len(items_for(limit)) for limit in (None, 3, 0.5, 0.3)]
@@ -123,15 +123,15 @@ def items_for(limit: float | None) -> list[int]:
 
 
 def reads_rates(callback: L.Callback) -> bool:
-    """Return whether a callback may look at learning rates: those of Lightning that do, and all of others."""
+    """Return whether a callback may read learning rates: some of Lightning's do, and any custom one may."""
     return isinstance(callback, _FOLLOWERS) or not type(callback).__module__.startswith(("lightning.", "fedtorch."))
 
 
 def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:
-    """Refuse to train for another number of rounds than the clients' schedules were made for.
+    """Refuse a number of rounds other than that of the clients' learning rate schedules.
 
     Raises:
-        ValueError: the message names the setting of the Trainer.
+        ValueError: names the Trainer's setting.
     """
     given = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps")}
     limits = {name: value for name, value in given.items() if value not in (None, -1)}
@@ -140,18 +140,19 @@ def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:
         check_length(schedule, limits[name], f"{name}={limits[name]} of the Trainer")
 
 
-def check_loader(given: object, own: object, name: str) -> None:
-    """Refuse loaders in place of the federation's own `own`, which says only that an epoch is a round."""
-    if given is not None and given is not own:
+def check_loader(given: object, own_loader: object, name: str) -> None:
+    """Refuse loaders other than the federation's `own_loader`, whose only purpose is that an epoch is a round."""
+    if given is not None and given is not own_loader:
         instead = "its population has the rows" if name == "train" else "FederatedData as validation= or test="
         _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
 
 
 def check_place(trainer: L.Trainer, population: Population) -> None:
-    """Refuse to train the same clients several times over, or to lose those of other ranks.
+    """Refuse Trainer strategies that would train clients several times, or lose those of other ranks.
 
     Raises:
-        ValueError: population, strategy and number of processes do not belong together; the message says what does.
+        ValueError: population, strategy and number of processes do not match; the message gives a combination that
+            does.
     """
     place = trainer.global_rank, trainer.world_size
     if isinstance(population, Distributed):

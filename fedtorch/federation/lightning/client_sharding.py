@@ -27,4 +27,4 @@ class ClientSharding(DDPStrategy):
         super().__init__(checkpoint_io=checkpoint_io or PlainCheckpointIO(), **options)
 
     def configure_ddp(self) -> None:
-        """Wrap nothing: the ranks meet in the population's exchange."""
+        """Return the module unwrapped: ranks communicate in the population's exchange."""

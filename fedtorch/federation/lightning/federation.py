@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from fedtorch import tree
-from fedtorch._representation import run_line
+from fedtorch._representation import run_html, run_line
 from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
@@ -47,45 +47,45 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
-# Lightning's `load_from_checkpoint` of any class reads who makes the module, and says that it does not know this one.
+# Lightning's `load_from_checkpoint` looks up the class's constructor, and states that it does not know this one.
 _INSTEAD = "of a federation: call fedtorch's load_module(path, module) instead of load_from_checkpoint."
 
 
 class Federation(L.LightningModule):
     """A federated algorithm on a population, trained by a Lightning `Trainer`: an epoch is a communication round.
 
-    Logged each round: `train_loss` and whatever the clients log (means over the cohort), `bytes_up`, `bytes_down`; and,
+    Logged each round: `train_loss` and the clients' own logs (means over the cohort), `bytes_up`, `bytes_down`; and,
     with `validation`, `val_<metric>` over all rows, over clients `val_<metric>_mean`, `val_<metric>_min` and `_max`,
-    and `val_<metric>_undefined`, on the rows of how many clients it is not defined. In a round that nobody answers,
-    what clients log is NaN, which `EarlyStopping` passes over.
+    and `val_<metric>_undefined`, the number of clients for whose rows it is not defined. In a round without answers the
+    clients' logs are NaN, which `EarlyStopping` passes over.
 
     Args:
-        algorithm: what clients and server compute.
-        population: who computes, and where.
-        parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round (uniformly without replacement), which, by their ids, or a
-            function of the round's key and number, see `ft.Run`; None asks everybody.
+        algorithm: computations of clients and server.
+        population: the clients, and where they run.
+        parameters: start of training; default: the algorithm's own start.
+        cohort: clients asked in each round: a number (drawn uniformly without replacement), their ids, or a function of
+            the round's key and number, see `ft.Run`; None asks all.
         validation: rows of the same clients, scored after every round.
         test: rows of the same clients, for `Trainer.test` and `Trainer.predict`, which take others as well, as
             `Trainer.validate` does: `trainer.test(federation, data)`. Predictions are a list for each client, of an
             output for each of its batches.
         metrics: by name, for `validation` and `test`: torchmetrics, `ft.metrics`, losses of torch, or functions of a
-            client's predictions and targets `(N, ...)`. Default: what the LightningModule's own `validation_step` and
-            `test_step` log, under their names; see `Run.evaluate`.
+            client's predictions and targets `(N, ...)`. Default: the logs of the LightningModule's own
+            `validation_step` and `test_step`, under their names; see `Run.evaluate`.
         split: rows -> (inputs, targets), for `metrics`, and predictions of a module without `predict_step`.
-        evaluation_batch_size: rows of a client that are evaluated or predicted at once; default: all of them.
-        seed: of all randomness.
-        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
-        record: who follows the run, such as an `ft.Sampler`.
-        keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
-            in checkpoints), those of the latest rounds; 0 keeps none.
-        on_bad_message: what a message with NaN or Inf does; see `Run`.
+        evaluation_batch_size: rows of a client in one evaluation or prediction batch; default: all of them.
+        seed: seed of all randomness.
+        faults: simulated faults; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        record: recorders that follow the run, such as an `ft.Sampler`.
+        keep_losses: number of the clients' training losses stored for `client_losses` (8 bytes each, also in
+            checkpoints), those of the latest rounds; 0 stores none.
+        on_bad_message: reaction to a message with NaN or Inf; see `Run`.
         anyway: whether `trainer.fit(federation, ckpt_path=path)` takes a checkpoint of other settings or rows too.
-        joined: "new" where it may be one of fewer clients, whom others have joined; see `Run.load_state_dict`.
+        joined: "new" if a checkpoint may be one of fewer clients; see `Run.load_state_dict`.
 
     Attributes:
-        run: the `Run` that the Trainer drives; all that came out is there.
-        scores: those of the last validation, by name.
+        run: the `Run` that the Trainer drives, with all results.
+        scores: scores of the last validation, by name.
 
     Raises:
         ValueError: a cohort larger than the population, clients that cannot take part, data that do not fit.
@@ -144,12 +144,12 @@ class Federation(L.LightningModule):
         self._optimizers = ClientsOptimizers(self.run)
         self._items = {stage: [0] for stage in ("train", "val", "test")}  # an epoch is a round, an evaluation a step
         self.scores: dict[str, Score] = {}
-        self._waiting: list[tuple[EarlyStopping, bool, int]] = []  # with what they had before an unanswered round
+        self._waiting: list[tuple[EarlyStopping, bool, int]] = []  # with their state before an unanswered round
         self._warned = False
         self._show_validation()
 
     def _show_validation(self) -> None:
-        """Let Lightning see whether there is something to validate."""
+        """Set whether Lightning runs validation."""
         for name in ("validation_step", "val_dataloader"):
             vars(self).pop(name, None)
             if not self._evaluation.has("validation"):
@@ -160,7 +160,12 @@ class Federation(L.LightningModule):
             "Federation", self.run, self.run.algorithm.settings, f"{len(self.run.population.names)} clients"
         )
 
-    # -- what came out ---------------------------------------------------------------------------------------------
+    def _repr_html_(self) -> str:
+        return run_html(
+            "Federation", self.run, self.run.algorithm.settings, f"{len(self.run.population.names)} clients"
+        )
+
+    # -- results ------------------------------------------------------------------------------------------------------
 
     @property
     def round(self) -> int:
@@ -197,7 +202,7 @@ class Federation(L.LightningModule):
         split: Split | None = None,
         **options: Any,
     ) -> dict[str, Score]:
-        """Return scores as `Run.evaluate` does, whose options are taken; metrics default to those of construction."""
+        """Return scores like `Run.evaluate`, with its options; metrics default to those of construction."""
         options = {"batch_size": self._batch_size, **options}
         return self.run.evaluate(data, metrics or self._metrics or None, split or self._split, **options)
 
@@ -220,7 +225,7 @@ class Federation(L.LightningModule):
         (counter[0] if isinstance(counter, list) else counter).step()
 
     def _let_stopping_wait(self, names: Collection[str]) -> None:
-        """Keep `EarlyStopping` from counting a round that nobody answers, whose metric is NaN."""
+        """Keep `EarlyStopping` from counting a round without answers, whose metric is NaN."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.monitor in {*names, "train_loss"}:
                 self._waiting.append((callback, callback.check_finite, callback.wait_count))
@@ -251,15 +256,15 @@ class Federation(L.LightningModule):
         return values
 
     def train_dataloader(self) -> Iterable[int]:
-        """Return what gives one item: an epoch is a round."""
+        """Return a loader of one item: an epoch is a round."""
         return self._items_of("train")
 
     def val_dataloader(self) -> Iterable[int]:
-        """Return what gives one item: all clients are scored in one step."""
+        """Return a loader of one item: all clients are scored in one step."""
         return self._items_of("val")
 
     def test_dataloader(self) -> Iterable[int]:
-        """Return what gives one item: all clients are scored in one step."""
+        """Return a loader of one item: all clients are scored in one step."""
         return self._items_of("test")
 
     def _items_of(self, stage: str) -> list[int]:
@@ -275,10 +280,10 @@ class Federation(L.LightningModule):
         return self._optimizers.make(watched=any(map(reads_rates, self.trainer.callbacks)))  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Add none; this is where a Trainer asks first, and what would do nothing is refused.
+        """Check the Trainer's settings, because Lightning calls this hook first; add no callbacks.
 
-        Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds, and its weight
-        averaging for one of the server's parameters.
+        Lightning's own progress bar, which restarts every epoch, is replaced by one over all rounds, and its weight
+        averaging by one of the server's parameters.
         """
         schedule = self.run.algorithm.schedule
         limits = schedule is not None and schedule.takes_limit and self._optimizers.known
@@ -290,27 +295,27 @@ class Federation(L.LightningModule):
         return []
 
     def on_fit_start(self) -> None:
-        """Refuse a run of another length than its schedules; tell the loggers the settings, as `local/lr`."""
+        """Refuse a run of another length than its schedules; log the settings, as `local/lr`."""
         check_rounds(self.trainer, self.run.algorithm.schedule)
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(hyperparameters(self.run, self._optimizers.settings()))
 
     def on_train_start(self) -> None:
-        """Refuse rows that the Trainer was given."""
+        """Refuse rows passed to the Trainer."""
         check_loader(self.trainer.train_dataloader, self._items["train"], "train")
 
     def on_train_end(self) -> None:
-        """Note why the run has stopped before the rounds that the Trainer was given."""
+        """Record why the run has stopped before the Trainer's number of rounds."""
         self._let_stopping_go_on()
         self.run.ended = stopped_early(self.trainer, self.round)
 
     def on_validation_start(self) -> None:
-        """Refuse rows that the Trainer was given."""
+        """Refuse rows passed to the Trainer."""
         check_loader(self.trainer.val_dataloaders, self._items["val"], "validation")
 
     @classmethod
     def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
-        """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
+        """Refuse: a checkpoint has tensors, and not the functions of an algorithm."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
             "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
@@ -327,7 +332,7 @@ class Federation(L.LightningModule):
         trainer.log_every_n_steps = min(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def _log_values(self, values: Mapping[str, float], prog_bar: tuple[str, ...] = ()) -> None:
-        """Log what all ranks agree on: float64, for bytes, and the maximum of equal values, which is exact."""
+        """Log values that are equal on all ranks: in float64, for bytes, reduced by the maximum, which is exact."""
         if self.trainer.barebones:
             return
         device = self.device if self.trainer.world_size > 1 else "cpu"
@@ -346,11 +351,11 @@ class Federation(L.LightningModule):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say in the file what to do where somebody loads it as the checkpoint of a module."""
+        """Add instructions for readers who load the file as the checkpoint of a module."""
         checkpoint.setdefault(self.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = _INSTEAD
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """Return all of the run, flat; see `Run.state_dict`."""
+        """Return the whole state of the run, flat; see `Run.state_dict`."""
         flat = self.run.state_dict()
         size = tree.nbytes(flat)
         if size > _LARGE and not self._warned:
@@ -363,10 +368,10 @@ class Federation(L.LightningModule):
         return flat
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
-            ValueError: it belongs to another federation.
+            ValueError: the checkpoint is of another federation.
         """
         self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)
 
@@ -375,9 +380,9 @@ def hyperparameters(run: Run, of_clients: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run and of its module, flat: numbers and text as they are, other values as text.
 
     Args:
-        run: not yet begun, or resumed.
+        run: before its first round, or resumed.
         of_clients: settings of the clients' optimisers and schedules that depend on the run's length and the clients'
-            rows, and stand in the place of those with which the local solver was made before it knew them.
+            rows; they replace the local solver's original ones.
     """
     local = {f"local.{name}": value for name, value in of_clients.items()}
     known = {name: local.get(name, value) for name, value in run.algorithm.settings.items()}

@@ -15,10 +15,10 @@ from fedtorch.progress import Progress, Told
 class RoundProgressBar(ProgressBar):
     """One bar for all rounds, where Lightning's own starts a new one every epoch, that is, every round.
 
-    A `Federation` puts it in the place of Lightning's own. In a log it is a line now and then, see `fedtorch.progress`.
+    A `Federation` uses it in place of Lightning's own. In a log it prints a line now and then, see `fedtorch.progress`.
 
     Args:
-        title: in front of the bar.
+        title: text in front of the bar.
 
     Example:
         >>> import lightning as L, fedtorch as ft
@@ -56,7 +56,7 @@ class RoundProgressBar(ProgressBar):
         self._open.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar on the screen."""
         self._open.close()
 
     def _told(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Told:

@@ -1,4 +1,4 @@
-"""Say why a Trainer has stopped before the epochs that it was given."""
+"""Explain why a Trainer has stopped before its number of epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedtorch.federation.budget import exhausted
 
 
 def stopped_early(trainer: L.Trainer, done: int, unit: str = "rounds") -> str:
-    """Return why a Trainer has stopped after so many rounds or epochs, "" where it has done all of them.
+    """Return why a Trainer has stopped after this number of rounds or epochs, "" if it has done all.
 
     Example:
         >>> import lightning as L, torch, fedtorch as ft
@@ -32,7 +32,7 @@ def stopped_early(trainer: L.Trainer, done: int, unit: str = "rounds") -> str:
 
 
 def _by(trainer: L.Trainer) -> str:
-    """Return what has stopped it, as far as that is known."""
+    """Return the cause of the stop, if it is known."""
     run = getattr(trainer.lightning_module, "run", None)
     if run is not None and exhausted(run.algorithm.budget):
         return " when its budget was spent"

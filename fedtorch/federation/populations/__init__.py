@@ -1,1 +1,1 @@
-"""Populations: where clients run, and what is kept of them."""
+"""Populations: where clients run, and where their states are stored."""

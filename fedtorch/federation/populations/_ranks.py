@@ -1,8 +1,8 @@
-"""The ranks of a process group as one of them meets the others: sums, rows and texts of all, and who has gone.
+"""The ranks of a process group, as one of them communicates with the others: sums, rows, texts, and lost ranks.
 
-Collectives go over gloo, or nccl on a GPU. Beside them every two ranks have a stream that carries nothing until a
-collective fails. A rank whose process ends, ends its streams; one that has only waited in vain says so on them first.
-So the others can tell who was lost from who has noticed it.
+Collectives use gloo, or nccl on a GPU. In addition every two ranks have a stream that carries nothing until a
+collective fails. A rank whose process ends closes its streams; a rank that has only waited in vain first sends a notice
+on them. The others can thus distinguish a lost rank from one that has noticed the loss.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fedtorch._devices import is_cuda
 from fedtorch.protocol.bounded_streams import Streams
 from fedtorch.tree import Tree
 
-_PATIENCE = 2.0  # seconds in which the end of a lost process is seen by all
+_PATIENCE = 2.0  # seconds until all ranks see the end of a lost process
 
 
 class Ranks:
-    """All ranks, as this one meets them; the process group is started at the first meeting if it is not there.
+    """All ranks, as seen from this one; the process group is started at the first collective if necessary.
 
     Args:
-        rank: of this process.
-        world_size: how many there are.
-        device: where tensors travel from.
+        rank: rank of this process.
+        world_size: number of ranks.
+        device: device of the tensors in collectives.
         timeout: the longest wait for another rank.
     """
 
@@ -49,7 +49,7 @@ class Ranks:
         """Return the sum of all ranks' tensors.
 
         Raises:
-            RuntimeError: a rank has gone, or does not answer in time; the message says which.
+            RuntimeError: a rank has gone, or does not answer in time; the message names it.
         """
         if self.world_size == 1:
             return tensor
@@ -93,7 +93,7 @@ class Ranks:
         return [json.loads(text) for text in bytes(self.gather(line).tolist()).splitlines()]
 
     def agree(self, about: Mapping[str, str]) -> None:
-        """Refuse to go on where ranks run something else, by the first thing in which one differs from most.
+        """Raise an error if ranks run something else, which names the first setting in which one differs from most.
 
         Raises:
             ValueError: on every rank; the message names those that differ.
@@ -111,7 +111,7 @@ class Ranks:
                 )
 
     def _together(self, collective: Any, *tensors: Any) -> None:
-        """Call a collective, and say who was missing where it fails."""
+        """Call a collective; if it fails, raise an error that names the missing ranks."""
         self._meet()
         try:
             collective(*tensors, group=self._group)
@@ -132,7 +132,7 @@ class Ranks:
         self._group = None if nccl else plain
 
     def _missing(self) -> str:
-        """Tell the others that this rank is here, and say who of them is not."""
+        """Notify the others that this rank is alive, and return the ranks that are not."""
         assert self._streams is not None
         waiting, ends = dict(self._streams.sockets), time.monotonic() + _PATIENCE
         gone: list[int] = []
@@ -161,7 +161,7 @@ def backend(device: torch.device) -> str:
 
 
 def _part(streams: Streams, group: Any) -> None:
-    """End what one population has opened."""
+    """Close the connections of one population."""
     streams.close()
     with contextlib.suppress(ValueError):  # the group has ended with all others
         if dist.is_initialized():
@@ -169,7 +169,7 @@ def _part(streams: Streams, group: Any) -> None:
 
 
 def _say(stream: Any) -> None:
-    with contextlib.suppress(OSError):  # it has gone, and reading will tell
+    with contextlib.suppress(OSError):  # the peer has gone, which reading will show
         stream.send(b"!")
 
 
@@ -196,6 +196,6 @@ def _as_bytes(leaf: Tensor) -> Tensor:
 
 
 def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
-    """Return the inverse of `_as_bytes`: rows in the shape, dtype and place of those of `like`."""
+    """Return the inverse of `_as_bytes`: rows in the shape, dtype and device of those of `like`."""
     values = rows.clone(memory_format=torch.contiguous_format).flatten().view(like.dtype)
     return values.reshape(len(rows), *like.shape[1:]).to(like.device)

@@ -1,4 +1,4 @@
-"""The clients of one process: their prepared data and states, what a round asks of them, and what they answer."""
+"""The clients of one process: their prepared data and states, and their part in a round."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
-_MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
-_MERGE_EVERY = 32  # partial aggregates that are held before they are merged
-_BYTES = 128 * 2**20  # of clients that run at once on the CPU, which more would fault in anew at every step
-_SHARE = 4  # of a CUDA device's free memory, a quarter: activations and what an optimiser keeps want the rest
+_MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks stay cached for the next evaluation
+_MERGE_EVERY = 32  # partial aggregates in memory before they are merged
+# bytes of clients that run at once on the CPU; larger memory would be page-faulted again at every step
+_BYTES = 128 * 2**20
+_SHARE = 4  # a quarter of a CUDA device's free memory: activations and optimiser states need the rest
 
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
@@ -54,7 +55,7 @@ class Answers(NamedTuple):
     info: dict[str, Tensor]  # (K,) each
 
     def without(self, clients: Tensor, device: torch.device) -> Answers:
-        """Return the answers of all but some clients; all that is answered is on `device`."""
+        """Return the answers without those of some clients; all tensors are on `device`."""
         arrived = ~torch.isin(indices(self.ids), clients)
         if bool(arrived.all()):
             return self
@@ -65,30 +66,30 @@ class Answers(NamedTuple):
 class Gathered(NamedTuple):
     """A round of the clients of one process."""
 
-    partial: Tree  # aggregate, None if nobody answered
+    partial: Tree  # aggregate, None without answers
     states: list[tuple[Rows, Tree]]  # to commit
-    ids: Tensor  # (M,) those that answered, ascending
+    ids: Tensor  # (M,) the clients that answered, ascending
     info: dict[str, Tensor]  # (M,) each
     up: int  # bytes
     down: int
     refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
     failed: dict[int, Exception]  # clients that could not take part, and why
-    message: Tree  # of the last block, None if there was none
+    message: Tree  # of the last block, None without blocks
 
 
 class LocalClients:
     """The clients that this process runs; `clients` counts those of the whole federation.
 
     Args:
-        algorithm: what they compute.
+        algorithm: the clients' algorithm.
         state: one client's initial state.
         names: all clients' names.
         blocks: `(ids, data)` of the clients here.
-        clients: how many clients there are in all.
-        chunk: at most so many at once.
+        clients: number of clients in the federation.
+        chunk: most clients at once.
 
     Attributes:
-        noted: names of what clients have told beside their messages, which may be other names of each client.
+        noted: names of values sent besides the messages, which may differ between clients.
     """
 
     in_process = True
@@ -110,7 +111,7 @@ class LocalClients:
         self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
 
     def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
-        """Take the rows of the clients here, in place of those that they had."""
+        """Set the rows of the clients here, in place of earlier ones."""
         self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
         self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
         self._whole = [_as_slice(ids) if len(ids) else ids for ids, _ in self._blocks]
@@ -135,7 +136,7 @@ class LocalClients:
         return max(1, int(block_bytes(self.device) / max(each, 1)))
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
-        """Return the cohort in blocks: (ids, prepared data); everybody as views."""
+        """Return the cohort in blocks: (ids, prepared data); all clients as views."""
         for number, ((ids, _), size) in enumerate(zip(self._blocks, self._sizes)):
             rows = None if cohort is None else _places(cohort, ids)
             count = len(ids) if rows is None else len(rows)
@@ -147,7 +148,7 @@ class LocalClients:
                 yield _as_slice(ids[part]), self._taken(number, part)
 
     def _taken(self, number: int, rows: Rows) -> Tree:
-        """Return the prepared data of some clients of a block, as they are where it is all of them."""
+        """Return the prepared data of some clients of a block, uncopied for all of them."""
         ids, data = self._blocks[number]
         return data if isinstance(rows, slice) and rows == slice(0, len(ids)) else tree.take(data, rows)
 
@@ -166,7 +167,7 @@ class LocalClients:
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told.of(reply.state), told.of(state)))))
 
     def _answers(self, block: Block, outbox: Tree, turn: Turn, failed: dict[int, Exception]) -> Answers | None:
-        """Return the answers of a block without the clients that fail, of which note is taken; None of none."""
+        """Return a block's answers without clients that fail, who are recorded; None without answers."""
         while True:
             try:
                 return Answers(block[0], *self.reply(block, outbox, turn))
@@ -181,7 +182,7 @@ class LocalClients:
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """Do a round of the clients here, as far as a partial aggregate, without messages that are `not_finite`.
 
-        Where a block finds that clients must not share steps, those of the blocks before it are trained anew.
+        If a block shows that clients must not share steps, the blocks before it are trained again.
         """
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
@@ -203,8 +204,8 @@ class LocalClients:
             answers = replied
             if turn.round == 0:
                 check_shapes(answers.message, answers.ids)
-            sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
-            up, down = up + sent, down + heard
+            sent, received = exchange.traffic(outbox, answers.message, answers.ids)
+            up, down = up + sent, down + received
             if lost is not None:
                 answers = answers.without(lost, self.device)
             partial = exchange.gather(answers.message, answers.ids)
@@ -221,7 +222,7 @@ class LocalClients:
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
-        if not infos:  # nobody answers; the names of what is told come from a block without clients
+        if not infos:  # nobody answers; names of diagnostics come from a block without clients
             nobody = self.empty_block()
             infos.append((nobody[0], self.reply(nobody, outbox, turn).info))
         self.noted.update((name, None) for _, info in infos for name in info)
@@ -229,9 +230,9 @@ class LocalClients:
         return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
 
     def _check_alike(self, first: Answers, second: Answers) -> None:
-        """Raise ValueError where clients send other fields, or of other shapes, than those of another block.
+        """Raise ValueError if the fields or shapes of clients' messages differ between blocks.
 
-        Sums of them would be of something else, and a disclosure would name the fields of some clients only.
+        Their sum would have no meaning, and a disclosure would list the fields of some clients only.
         """
         one, other = (_shapes(each.message) for each in (first, second))
         if one != other:
@@ -253,7 +254,7 @@ class LocalClients:
         return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
-        """Keep the states of clients whose messages have arrived."""
+        """Store the states of clients whose messages have arrived."""
         if len(states) > 1:  # side by side
             self.table.reserve(torch.cat([indices(ids) for ids, _ in states]))
         for ids, state in states:
@@ -268,11 +269,11 @@ class LocalClients:
         return Pending(*answered, refused=gathered.refused, failed=gathered.failed)
 
     def total(self) -> Tree:
-        """Return the total of what clients tell for good; see `Clients.total`."""
+        """Return the total of persistent contributions; see `Clients.total`."""
         return self.algorithm.exchange.finish(self.told_here()).value
 
     def told_here(self) -> Tree:
-        """Return the partial aggregate of what the clients here tell for good."""
+        """Return the partial aggregate of the persistent contributions of the clients here."""
         assert self.algorithm.told is not None
         exchange, local_ids = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
         asked = torch.isin(local_ids, self.table.touched())
@@ -324,7 +325,7 @@ class LocalClients:
     ) -> list[Field]:
         """Return the fields that leave the clients; unless they are `at_sites`, each client counts as a site.
 
-        What some of them alone tell beside their messages is known once they have.
+        Values that only some clients send besides their messages are listed once sent.
         """
         reply = self.reply(self.empty_block(), outbox, turn)
         info = {**reply.info, **dict.fromkeys(self.noted, torch.empty(0))}
@@ -342,21 +343,21 @@ class LocalClients:
         return self.table.state_dict()
 
     def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
-        """Replace all states by those in `flat` of clients that are here."""
+        """Load the states in `flat` of the clients that are here."""
         local = torch.zeros(self.clients, dtype=torch.bool)
         for ids, _ in self._blocks:
             local[ids] = True
         self.table.load_state_dict(flat, local)
 
     def meet(self) -> None:
-        """Do nothing: there is nobody to wait for."""
+        """Do nothing: there are no other processes."""
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Do nothing: no other process has settings to compare."""
+        """Do nothing: there is no other process to compare with."""
 
 
 def _places(cohort: Tensor, ids: Tensor) -> Tensor | None:
-    """Return the places in `ids` of those that are in the cohort, None for all; both are ascending."""
+    """Return the positions in `ids` of the clients in the cohort, None for all; both are ascending."""
     if cohort.equal(ids):
         return None
     place = torch.searchsorted(ids, cohort)
@@ -383,7 +384,7 @@ def _ascend(ids: Tensor) -> bool:
 
 
 def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
+    """Return (ids, info) of several blocks in ascending order of ids; NaN for values that a block does not have."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
     if len(infos) == 1 and (isinstance(infos[0][0], slice) or _ascend(infos[0][0])):

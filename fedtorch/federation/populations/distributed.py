@@ -1,8 +1,8 @@
 """Clients sharded over the ranks of a process group, as `torchrun` starts them.
 
-Every rank holds the server's state and a shard of the clients (client k is on rank k mod world size), and takes part in
-every collective, also when no client of the cohort is on it. Ranks meet by `all_reduce` where partial aggregates merge
-by addition, and otherwise by gathering the rows of the partial aggregates. Nothing is pickled.
+Every rank has the server's state and a shard of the clients (client k is on rank k mod world size), and takes part in
+every collective, even without a client of the cohort. Ranks use `all_reduce` if partial aggregates merge by addition,
+and otherwise gather the rows of the partial aggregates. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from fedtorch.learns import Field
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)
-_SAMPLE = 16 * 2**20  # bytes of the rows, at most, by which ranks tell whether they have the same
+_SAMPLE = 16 * 2**20  # most bytes of rows that ranks compare
 
 
 class Distributed:
     """A population over ranks; give it the same data on every rank.
 
     Args:
-        data: the rows of all clients, of which a rank keeps blocks of its own only; or their loaders, of which a rank
-            goes through its own only.
-        chunk: at most so many clients at once on a rank. Default: as many as fit 128 MiB, or a quarter of what is free
-            on a CUDA device.
-        device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
-            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, else gloo.
+        data: the rows of all clients, of which a rank stores only its own clients' blocks; or their loaders, of which a
+            rank uses only its own clients'.
+        chunk: most clients at once on a rank. Default: as many as fit 128 MiB, or a quarter of a CUDA device's free
+            memory.
+        device: device of this rank's blocks; default: the data's. "cuda" is the device with the rank's number on its
+            machine, as set by `torchrun`. Collectives use nccl on a GPU, else gloo.
         timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
         carry: as for `ft.InProcess`, the same on every rank.
 
     Under a Lightning `Trainer` use `strategy=ft.ClientSharding()`; outside one, the process group is started at the
-    first round if it is not there. Whatever needs other ranks' clients (`evaluate`, `client_module`) is called on every
+    first round if necessary. Calls that need other ranks' clients (`evaluate`, `client_module`) must be made on every
     rank. There may be more ranks than clients.
 
-    When the ranks of a run first meet they compare what they run: settings, seed, cohort, faults, where training
-    starts, clients, and of their rows up to 16 MiB, evenly spread. Where one differs, every rank raises ValueError,
-    which names it. A rank that has gone, or does not answer in time, is named by the others' RuntimeError.
+    At the first collective of a run the ranks compare settings, seed, cohort, faults, start, clients, and up to 16 MiB
+    of their rows, evenly spread. If one differs, every rank raises a ValueError that names it. A rank that has gone, or
+    does not answer in time, is named by the others' RuntimeError.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -85,7 +85,7 @@ class Distributed:
     @functools.cached_property
     def about(self) -> dict[str, str]:
         """Return digests of the data, which ranks compare."""
-        if isinstance(self.data, FederatedLoaders):  # of which no rank reads those of others
+        if isinstance(self.data, FederatedLoaders):  # a rank does not read other ranks' loaders
             return {"sizes": describe(self.data.counts)}
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
@@ -95,7 +95,7 @@ class Distributed:
         return noted(self.data)
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
-        """Return what checkpoints note of rows; see `Population.noted`."""
+        """Return the digests of rows for checkpoints; see `Population.noted`."""
         return self._noted if clients in (None, len(self.data)) else noted(self.data, clients)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
@@ -117,10 +117,11 @@ class Distributed:
 
 
 class Table(NamedTuple):
-    """What ranks add up of a round beside messages."""
+    """Sums over ranks of a round's counts and diagnostics."""
 
-    counts: Tensor  # (8 + F,) as of `_Counts`, and how many ranks have told each of F diagnostics
-    rows: Tensor  # (1 + F, M) of the clients asked: whether it has answered, and its diagnostics; zeros of other ranks
+    counts: Tensor  # (8 + F,) as in `_Counts`, and how many ranks have each of F diagnostics
+    # (1 + F, M) of the clients asked: whether it answered, and its diagnostics; zeros for other ranks' clients
+    rows: Tensor
 
 
 class _Counts(NamedTuple):
@@ -137,25 +138,25 @@ class _Counts(NamedTuple):
 
 
 class _DistributedClients:
-    """All ranks' clients, as this rank sees them.
+    """All ranks' clients, as seen from this rank.
 
     Args:
         local: the clients of this rank.
-        own: their ids.
-        population: of all.
+        ids: their ids.
+        population: of all clients.
     """
 
-    def __init__(self, local: LocalClients, own: Tensor, population: Distributed) -> None:
+    def __init__(self, local: LocalClients, ids: Tensor, population: Distributed) -> None:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
-        self.mine[own] = True
-        self.own, self._everybody = len(own), torch.arange(local.clients)
+        self.mine[ids] = True
+        self.own, self._everybody = len(ids), torch.arange(local.clients)
         self.in_process = population.world_size == 1
-        self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
-        self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
+        self._names: tuple[str, ...] = ()  # of the ranks' diagnostics so far
+        self._about: Mapping[str, str] | None = None  # settings that the ranks still have to compare
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Note what the ranks compare before their next collective; see `Clients.introduce`."""
+        """Register settings that the ranks compare at their next collective; see `Clients.introduce`."""
         if self.population.world_size > 1:
             module = self.local.algorithm.module
             layers = {} if module is None else functional.layers(module)
@@ -163,14 +164,14 @@ class _DistributedClients:
 
     @property
     def ranks(self) -> Ranks:
-        """Return all ranks, of which each has said that it runs the same."""
+        """Return the ranks after they have compared their settings."""
         about, self._about = self._about, None
         if about is not None:
             self.population.ranks.agree(about)
         return self.population.ranks
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Run this rank's part of the cohort and meet the others; see `Clients.step`."""
+        """Run this rank's part of the cohort and combine it with the others'; see `Clients.step`."""
         if self.population.world_size == 1:
             return self.local.step(outbox, cohort, turn, lost)
         ranks, exchange = self.ranks, self.local.algorithm.exchange
@@ -188,25 +189,25 @@ class _DistributedClients:
         counts, ids, info = self._joined(cohort, table, gathered, turn)
         ways = {"padded": counts.padded, "stacked": counts.stacked}
         unknown = {way for way, refusing in ways.items() if 0 < refusing < ranks.world_size}
-        if unknown:  # to some ranks, whose clients must not take such steps either
+        if unknown:  # unknown to some ranks, whose clients must not take such steps either
             turn.refused.update(unknown)
             return self.step(outbox, cohort, turn, lost)
         aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(gathered.refused) if counts.refused else {}
         failed: dict[int, Exception] = {}
-        if counts.failed:  # of other ranks by what they say
+        if counts.failed:  # other ranks report a failure by their messages
             why = self._join_refused({client: str(error) for client, error in gathered.failed.items()})
             failed = {client: gathered.failed.get(client, ValueError(text)) for client, text in why.items()}
         commit = lambda: self.local.commit(gathered.states)
         return Pending(aggregate, ids, info, counts.up, counts.down, commit, refused=refused, failed=failed)
 
     def total(self) -> Tree:
-        """Return the total of what all ranks' clients tell for good; see `Clients.total`."""
+        """Return the total of all ranks' persistent contributions; see `Clients.total`."""
         exchange, partial = self.local.algorithm.exchange, self.local.told_here()
         return exchange.finish(self.ranks.add(partial) if exchange.additive else self.ranks.gather(partial)).value
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """Evaluate this rank's clients and gather everybody's results; see `Clients.evaluate`."""
+        """Evaluate this rank's clients and gather all results; see `Clients.evaluate`."""
         if len(data) != self.local.clients:
             raise ValueError(
                 f"Expected data of the population's {self.local.clients} clients, but got {len(data)}; split the data "
@@ -223,7 +224,7 @@ class _DistributedClients:
         return tree.take(rows, held.argsort()[ids.argsort().argsort().to(held.device)])
 
     def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
-        """Return what leaves clients, of this rank or of others; see `Clients.disclosed`."""
+        """Return the disclosed fields of this rank's or other ranks' clients; see `Clients.disclosed`."""
         return self.local.disclosed(algorithm, carry, outbox, turn)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -234,7 +235,7 @@ class _DistributedClients:
         return {name: leaf[order] for name, leaf in every.items()}
 
     def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
-        """Replace the states of this rank's clients; those of other ranks are skipped."""
+        """Load the states of this rank's clients; skip those of other ranks."""
         self.local.load_state_dict(flat)
 
     def meet(self) -> None:
@@ -245,7 +246,7 @@ class _DistributedClients:
         return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
 
     def _table(self, cohort: Tensor | None, here: Gathered, turn: Turn) -> Table:
-        """Return counts, who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
+        """Return counts, answers and known diagnostics of the clients here, in the form that ranks add up."""
         names, ids, info = self._names, here.ids, here.info
         asked = self.local.clients if cohort is None else len(cohort)
         rows = torch.zeros(1 + len(names), asked, dtype=torch.float64)
@@ -263,18 +264,18 @@ class _DistributedClients:
     def _joined(
         self, cohort: Tensor | None, table: Table, here: Gathered, turn: Turn
     ) -> tuple[_Counts, Tensor, dict[str, Tensor]]:
-        """Return counts, who has answered on any rank, and all diagnostics; names new to a rank are learnt first."""
+        """Return counts, answers on all ranks, and all diagnostics; names new to a rank are exchanged first."""
         many = len(_Counts._fields)
         numbers = [int(number) for number in table.counts.tolist()]
         if numbers[many - 1]:
-            told = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
-            self._names = tuple(sorted({*self._names, *told}))
+            reported = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
+            self._names = tuple(sorted({*self._names, *reported}))
             self.local.noted.update(dict.fromkeys(self._names))
             table = self.ranks.add(self._table(cohort, here, turn))
             numbers = [int(number) for number in table.counts.tolist()]
         counts, asked = _Counts(*numbers[:many]), self._everybody if cohort is None else cohort
         if counts.answered == len(asked):
-            ids, rows = asked, table.rows[1:].clone()  # whose memory messages are in, too
+            ids, rows = asked, table.rows[1:].clone()  # `rows` shares memory with messages
         else:
             answered = table.rows[0].nonzero()[:, 0]
             ids, rows = asked[answered], table.rows[1:, answered]
@@ -282,7 +283,7 @@ class _DistributedClients:
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:
-    """Return the device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
+    """Return a rank's device: for "cuda", the one with the rank's number on its machine."""
     if device is None:
         return None
     device = torch.device(device)

@@ -1,8 +1,8 @@
-r"""Rows that come in between rounds: training goes on with all that is there, or with the latest.
+r"""Rows that arrive between rounds: training continues with all rows so far, or with the latest.
 
-A client's rows are in the order in which they come, and `seen` says how many of them there are after so many rounds.
-The next round trains with these, or with the latest of them alone. What comes next can be predicted before it is learnt
-from: a rolling validation, for `fedtorch.trust.drift.DriftAlarm`.
+A client's rows are in the order of their arrival, and `seen` is their number after a given number of rounds. The next
+round trains with these, or with the latest of them alone. New rows can be predicted before they are used in training: a
+rolling validation, for `fedtorch.trust.drift.DriftAlarm`.
 
 Online gradient descent is a step on the latest row,
 
@@ -32,13 +32,13 @@ from fedtorch.tree import Tree
 
 
 class Growing(InProcess):
-    """Clients in this process whose rows come in between rounds.
+    """Clients in this process whose rows arrive between rounds.
 
     Args:
-        data: all rows that will come, each client's in their order.
-        seen: rounds done -> how many rows every client has got by then, `(K,)` whole numbers of at least one; those
-            beyond the last row are the last.
-        window: only so many of a client's latest rows are trained with; default: all.
+        data: all rows that will arrive, each client's in their order.
+        seen: finished rounds -> number of rows of every client by then, `(K,)` whole numbers of at least one; larger
+            numbers mean all rows.
+        window: number of a client's latest rows to train with; default: all.
         chunk: as for `InProcess`.
         device: as for `InProcess`.
         carry: as for `InProcess`.
@@ -73,22 +73,22 @@ class Growing(InProcess):
         self.seen, self.window = seen, window
 
     def at(self, rounds: int) -> FederatedData:
-        """Return the rows that clients train with after so many rounds."""
+        """Return the rows that clients train with after a number of rounds."""
         last = self._counts(rounds)
         first = torch.zeros_like(last) if self.window is None else (last - self.window).clamp(min=0)
         return _between(self.data, first, last)
 
     def newest(self, rounds: int) -> FederatedData:
-        """Return the rows that have come since the round before; a client may have got none."""
+        """Return the rows that have arrived since the last round; a client may have none."""
         last = self._counts(rounds)
         return _between(self.data, torch.zeros_like(last) if rounds == 0 else self._counts(rounds - 1), last)
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
-        """Return the rows to begin with."""
+        """Return the rows of the first round."""
         return self.at(0).buckets(small=SMALL_BLOCK)
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
-        """Return nothing: rows come in between rounds."""
+        """Return nothing: rows arrive between rounds."""
         return {}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
@@ -107,7 +107,7 @@ class Growing(InProcess):
 
 
 class _GrowingClients(LocalClients):
-    """The clients of a `Growing` population: they hold what has come by the round that begins."""
+    """The clients of a `Growing` population, with the rows that have arrived by the current round."""
 
     def __init__(self, population: Growing, algorithm: Algorithm, state: Tree) -> None:
         self._population, self._rounds = population, 0
@@ -115,7 +115,7 @@ class _GrowingClients(LocalClients):
         super().__init__(algorithm, state, data.names, population.blocks(), len(data), population.chunk)
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
-        """Return a round with the rows of its time; see `LocalClients.gather`."""
+        """Run a round with the rows of its time; see `LocalClients.gather`."""
         if turn.round != self._rounds:
             self.hold(self._population.at(turn.round).buckets(small=SMALL_BLOCK))
             self._rounds = turn.round

@@ -26,13 +26,13 @@ class InProcess:
     """All clients in this process, stacked in blocks of similar size.
 
     Args:
-        data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
-            its clients. Or their loaders, see `ft.data.from_loaders`, of which a round takes the batches.
-        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 128 MiB, or a quarter
-            of what is free on a CUDA device; of clients with loaders 8, or 64 whose batches are padded.
-        device: where blocks and states live; default: where the data are.
-        carry: how messages are carried; sums under masks are simulated, with every key, share and signature, and
-            protect nobody here.
+        data: the clients' rows; rows on disk, see `FederatedData.from_file`, are read for the clients of a round only.
+            Or their loaders, see `ft.data.from_loaders`, from which a round takes batches.
+        chunk: most clients at once; 1 runs one after another. Default: as many as fit 128 MiB, or a quarter of a CUDA
+            device's free memory; 8 clients with loaders, or 64 if their batches are padded.
+        device: device of blocks and states; default: the data's.
+        carry: transport of messages; sums under masks are simulated, with every key, share and signature, and protect
+            nobody here.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -66,7 +66,7 @@ class InProcess:
         return noted(self.data)
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
-        """Return what checkpoints note of rows; see `Population.noted`."""
+        """Return the digests of rows for checkpoints; see `Population.noted`."""
         from fedtorch.data.digests import noted
 
         return self._noted if clients in (None, len(self.data)) else noted(self.data, clients)
@@ -86,7 +86,7 @@ class InProcess:
 def placed(
     data: Any, chunk: int | None, device: torch.device | str | None
 ) -> tuple[Any, tuple[str, ...], torch.device]:
-    """Return (data on the device, their clients' names, the device), if a population can be made of them."""
+    """Return (data on the device, their clients' names, the device), after checks for a population."""
     if not isinstance(data, (FederatedData, loaded("fedtorch.data.loaders", "FederatedLoaders"))):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "

@@ -1,8 +1,8 @@
 """The contract of populations: clients and where they run.
 
-A population describes clients, their data and their place. `bind` gives an algorithm its own `Clients`: prepared data
-and a table of states. `Clients.step` runs a cohort and returns what the server may take in; the clients' new states are
-kept aside until `Pending.commit` is called, which keeps those whose message has arrived.
+A population describes clients, their data and their place. `bind` makes an algorithm's own `Clients`: prepared data and
+a table of states. `Clients.step` runs a cohort and returns the aggregate for the server; the clients' new states are
+set aside until `Pending.commit` stores those whose message has arrived.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 class Pending(NamedTuple):
     """A round as far as the clients have brought it."""
 
-    aggregate: Tree  # None if nobody answered
+    aggregate: Tree  # None without answers
     ids: Tensor  # (M,) the clients that answered, ascending
     info: dict[str, Tensor]  # (M,) each, in the order of ids
-    bytes_up: int  # of all messages sent, also those that were lost: clients' encoded payloads; of sites, whole frames
+    bytes_up: int  # of all messages sent, lost ones too: clients' encoded payloads; of sites, whole frames
     bytes_down: int
-    commit: Callable[[], None]  # keeps the new states of the clients that answered
-    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
+    commit: Callable[[], None]  # stores the new states of the clients that answered
+    repeated: Tensor = _NOBODY  # clients whose message came more than once and was used once
     refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
-    away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
-    late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
+    away: Tensor = _NOBODY  # clients that could not be asked, or declined; besides simulated faults
+    late: Tensor = _NOBODY  # clients that have not answered in time; besides simulated faults
     failed: Mapping[int, Exception] = MappingProxyType({})  # clients that could not take part, and why
 
     def check(self, names: Sequence[str], round: int, on_bad_message: str) -> None:
-        """Raise for clients whose message was bad or that could not take part; or log whom the round is without."""
+        """Raise for clients with a bad message or a failure; or log which clients the round lacks."""
         if self.refused and on_bad_message == "raise":
             self.raise_refused(names, round)
         if self.failed and on_bad_message == "raise":
@@ -109,7 +109,7 @@ class Clients(Protocol):
         ...
 
     def total(self) -> Tree:
-        """Return the aggregate of `Algorithm.told` over all clients; None where some cannot be asked now."""
+        """Return the aggregate of `Algorithm.told` over all clients; None if some cannot be asked now."""
         ...
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
@@ -117,12 +117,12 @@ class Clients(Protocol):
         ...
 
     def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
-        """Return what leaves them in a run, field by field; see `fedtorch.federation.disclosure`.
+        """Return the disclosed fields of a run; see `fedtorch.federation.disclosure`.
 
         Args:
-            algorithm: as the run has it, before its messages are carried.
-            carry: how they are.
-            outbox, turn: of a round.
+            algorithm: the run's, without changes for the transport.
+            carry: transport of its messages.
+            outbox, turn: those of a round.
         """
         ...
 
@@ -131,7 +131,7 @@ class Clients(Protocol):
         ...
 
     def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
-        """Replace the states by those in `flat` that belong here; `anyway` goes on with other rows elsewhere."""
+        """Load the states in `flat` that belong here; `anyway` accepts other rows elsewhere."""
         ...
 
     def meet(self) -> None:
@@ -139,7 +139,7 @@ class Clients(Protocol):
         ...
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Say what a run is about to do; other processes, if there are any, compare it when they next meet."""
+        """Register the run's fingerprint; other processes compare it at the next collective."""
         ...
 
 
@@ -147,19 +147,19 @@ class Population(Protocol):
     """Clients and where they run."""
 
     names: tuple[str, ...]
-    device: torch.device  # where the server's state lives
-    leads: bool  # whether this process writes what all processes know
-    carry: Carry  # how messages travel; a run hands `bind` what it makes of the algorithm
+    device: torch.device  # of the server's state
+    leads: bool  # whether this process writes output common to all processes
+    carry: Carry  # transport of messages; a run passes the adapted algorithm to `bind`
 
     @property
     def data(self) -> FederatedData:
-        """Return the clients' data; a population that has none raises an error that says where they are."""
+        """Return the clients' data; raise an error that names their place if the population has none."""
         ...
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
-        """Return what checkpoints note of the rows of the first clients, default all; see `fedtorch.data.digests`.
+        """Return checkpoint digests of the rows of the first clients, default all; see `fedtorch.data.digests`.
 
-        Nothing where rows may change from round to round.
+        Nothing if rows may change from round to round.
         """
         ...
 
@@ -169,18 +169,18 @@ class Population(Protocol):
 
 
 def row_counts(population: Population) -> Tensor:
-    """Return how many rows each client has, `(K,)`; of clients at sites, how many the sites say."""
-    told = getattr(population, "counts", None)
-    return population.data.counts if told is None else told
+    """Return the number of rows of each client, `(K,)`; for clients at sites the reported numbers."""
+    counts = getattr(population, "counts", None)
+    return population.data.counts if counts is None else counts
 
 
 def feature_names(population: Population) -> tuple[str, ...]:
-    """Return the names of the columns of x, nothing where they are not known here."""
+    """Return the names of the columns of x, or nothing if they are unknown here."""
     return () if hasattr(population, "counts") else tuple(getattr(population.data, "features", ()))
 
 
 def check_population(population: Population) -> None:
-    """Raise TypeError unless it is a population, with advice for data that are none yet.
+    """Raise TypeError unless it is a population, with advice if it is data.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,7 +1,7 @@
-"""The clients' states: a slot is taken when a client first commits, until then it has the shared initial state.
+"""The clients' states: a client gets a slot at its first commit, and shares the initial state until then.
 
-States live in pages of stacked trees that are never copied when the table grows; memory is that of the clients that
-have taken part. Updates are in place.
+States live in pages of stacked trees that are never copied when the table grows; memory is proportional to the clients
+that have taken part. Updates are in place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.tree import Rows, Tree
 
-_MOST_PLACES = 256  # slices of clients whose places are kept
+_MOST_PLACES = 256  # slices of clients whose positions are cached
 
 Place = tuple[Tree, Tensor | None, Rows]  # a page, rows of a request in it, rows of the page; None for all of a request
 
@@ -24,7 +24,7 @@ class StateTable:
 
     Args:
         initial: one client's state before its first commit; its device is the table's.
-        clients: how many clients there are.
+        clients: number of clients.
     """
 
     def __init__(self, initial: Tree, clients: int) -> None:
@@ -34,12 +34,13 @@ class StateTable:
         self._clear()
 
     def _clear(self) -> None:
-        """Take back all slots: every client is in the initial state."""
-        self._slots = torch.full((self.clients,), -1)  # where each client's state is, −1 before its first commit
+        """Free all slots: every client is in the initial state."""
+        self._slots = torch.full((self.clients,), -1)  # slot of each client's state, −1 before its first commit
         self._pages: list[Tree] = []
         self._starts: list[int] = []  # the first slot of each page
         self._capacity = self._used = 0
-        self._places: dict[tuple[int, int], list[Place]] = {}  # of slices of clients, until others take slots
+        # by slice of clients; cleared when further slots are assigned
+        self._places: dict[tuple[int, int], list[Place]] = {}
 
     def touched(self) -> Tensor:
         """Return the clients that have committed, ascending, `(T,)`."""
@@ -71,7 +72,7 @@ class StateTable:
             tree.map(lambda old, leaf, inside=inside: _store(old, inside, leaf), page, new)
 
     def reserve(self, ids: Rows) -> None:
-        """Take slots, side by side, for those of `ids` that have none."""
+        """Assign adjacent slots to those of `ids` without one."""
         if self._empty or self._are_together(ids):
             return
         indices = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
@@ -88,12 +89,12 @@ class StateTable:
         self._places.clear()
 
     def _are_together(self, ids: Rows) -> bool:
-        """Return whether it is known that all of a slice of clients have slots, in one page."""
+        """Return whether all of a slice of clients are known to have slots in one page."""
         known = self._places.get((ids.start, ids.stop)) if isinstance(ids, slice) else None
         return known is not None and len(known) == 1 and known[0][1] is None
 
     def _where(self, ids: Rows) -> list[Place]:
-        """Return the places of those of `ids` that have slots."""
+        """Return the positions of those of `ids` that have slots."""
         if not isinstance(ids, slice):
             return list(self._parts(self._slots[ids]))
         known = self._places.get((ids.start, ids.stop))
@@ -104,7 +105,7 @@ class StateTable:
         return known
 
     def _parts(self, slots: Tensor) -> Iterator[Place]:
-        """Return page by page the places of slots; those below 0 have none."""
+        """Return the positions of slots page by page; negative ones have no slot."""
         ends = [*self._starts[1:], self._capacity]
         for page, start, end in zip(self._pages, self._starts, ends):
             rows = ((slots >= start) & (slots < end)).nonzero()[:, 0]
@@ -124,7 +125,7 @@ class StateTable:
         return {"ids": ids, **tree.flatten(tree.to(self.read(rows), "cpu", copy=True), "state")}
 
     def load_state_dict(self, flat: dict[str, Tensor], keep: Tensor | None = None) -> None:
-        """Replace all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""
+        """Load all states from `flat`; `keep` `(K,)` bool selects the clients here."""
         self._clear()
         ids = flat["ids"]
         rows = torch.arange(len(ids)) if keep is None else keep[ids].nonzero()[:, 0]

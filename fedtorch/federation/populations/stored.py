@@ -1,4 +1,4 @@
-"""The clients of one process whose rows stay elsewhere: a round reads those of its clients, and prepares them."""
+"""The clients of one process whose rows stay on disk: a round reads and prepares its own clients' rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StoredClients(LocalClients):
     """Clients in the blocks that they have in memory, too, so that their rounds are the same to the bit.
 
     Args:
-        algorithm: what they compute.
+        algorithm: the clients' algorithm.
         state: one client's initial state.
         data: rows on disk, or clients' loaders.
-        chunk: at most so many at once.
+        chunk: most clients at once.
         mine: the clients of this process; default: all.
     """
 
@@ -41,7 +41,7 @@ class StoredClients(LocalClients):
         super().__init__(algorithm, state, data.names, [(ids, nobody) for ids in groups], len(data), chunk)
 
     def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
-        """Take the clients' ids; see `LocalClients.hold`."""
+        """Set the clients' ids; see `LocalClients.hold`."""
         super().hold(blocks)
         counts = self._data.counts
         self._widths = [int(counts[ids].max()) if len(ids) else 1 for ids, _ in blocks]
@@ -49,7 +49,7 @@ class StoredClients(LocalClients):
             self._sizes = [min(size, self._fit(width)) for size, width in zip(self._sizes, self._widths)]
 
     def _fit(self, width: int) -> int:
-        """Return how many clients of so many rows run at once."""
+        """Return how many clients with this number of rows run at once."""
         data = self._data
         if isinstance(data, FederatedLoaders):
             return _LOADERS if data.pad is None else _PADDED

@@ -1,11 +1,11 @@
-"""Cohorts, the clients that are asked in a round, as functions of the round's key and of the rounds before it.
+"""Cohorts, the clients asked in a round, as functions of the round's key and number.
 
-They are called once a round, when it begins. A cohort is computed from integers and exact comparisons, so that every
-rank draws the same one, and its ids are distinct and ascending. One that is empty is a round in which nothing happens.
+A cohort function is called once at the start of each round. It uses integers and exact comparisons, so that every rank
+draws the same cohort; its ids are distinct and ascending. An empty cohort gives a round in which nothing happens.
 
-Each client has a number of the round's draw by its name, see `fedtorch.random.named`, whoever else is there: so a run
-gives the cohorts here the clients' names (`ByName.of`). Those asked are the clients of the smallest numbers, or of all
-numbers below a bound. By themselves they are of clients without names.
+Each client's random number of a round depends on its name only, see `fedtorch.random.named`, so a run passes the
+clients' names to the cohorts here (`ByName.of`). The cohort is the clients with the smallest numbers, or with numbers
+below a bound. Without a run they are for clients without names.
 
 >>> from fedtorch import random
 >>> from fedtorch.federation.runs import cohorts as sampling
@@ -30,10 +30,10 @@ from torch import Tensor
 from fedtorch import expected, random
 from fedtorch.random import philox
 
-_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
+_KEYS_AHEAD = 64  # rounds whose keys are made in one call, at the cost of one round's
 
-Cohort = Callable[[Tensor, int], Tensor | None]  # (key, rounds before) -> ascending ids of those asked, None for all
-Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a function; None for all
+Cohort = Callable[[Tensor, int], Tensor | None]  # (key, round) -> ascending ids of the clients asked, None for all
+Asked = int | Sequence[int] | Cohort | None  # number of clients, their ids, or a function; None for all
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class ByName:
     """A cohort that is drawn by the clients' names.
 
     Attributes:
-        draw: (key, numbers of the names `(K,)`, or None where they are 0, …, K − 1) -> places of those asked.
-        clients: K, how many there are to draw from.
-        names: `(K,)`; default: those of clients without names.
+        draw: (key, numbers of the names `(K,)`, or None for 0, …, K − 1) -> positions of the clients asked.
+        clients: K, the number of clients.
+        names: `(K,)` numbers of names; default: those of clients without names.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -64,7 +64,7 @@ class ByName:
         """Return the cohort of the first clients of a population with these numbers of names.
 
         Raises:
-            ValueError: there are fewer.
+            ValueError: there are fewer clients.
         """
         if self.clients > len(names):
             raise ValueError(
@@ -76,10 +76,10 @@ class ByName:
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
-    """Return `size` of `clients` clients, uniformly without replacement, as `cohort=20` says.
+    """Build the cohort of `size` of `clients` clients, uniformly without replacement, as for `cohort=20`.
 
     Raises:
-        ValueError: fewer than one, or more than there are.
+        ValueError: size below one, or above the number of clients.
 
     Example:
         >>> import fedtorch as ft
@@ -101,10 +101,10 @@ def _smallest(numbers: Tensor, size: int) -> Tensor:
 
 
 def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
-    """Return the same clients every round, in ascending order, as `cohort=[1, 4]` says.
+    """Build the cohort of the same clients every round, in ascending order, as for `cohort=[1, 4]`.
 
     Raises:
-        ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
+        ValueError: no ids, negative or repeated ones; ids beyond the population are refused in use.
         TypeError: ids that are no whole numbers.
 
     Example:
@@ -155,14 +155,14 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
 def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     """Return `size` clients without replacement, clients of large weight more often.
 
-    Exponential races: client k draws E_k / w_k with E_k exponential, and the `size` smallest win. It is the same as
-    drawing one client after another with probabilities proportional to the weights of those that are left. For
-    `size` > 1 the probabilities of being in the cohort are therefore *not exactly* proportional to the weights: they
-    are closer together, and no client's exceeds one.
+    Exponential races: client k draws E_k / w_k with E_k exponential, and the `size` smallest win. This equals drawing
+    one client after another with probabilities proportional to the remaining weights. For `size` > 1 the inclusion
+    probabilities are therefore *not exactly* proportional to the weights: they are closer together, and none exceeds
+    one.
 
     Args:
         weights: `(K,)` positive, one per client of the population.
-        size: of the cohort, from 1 to K.
+        size: clients in the cohort, from 1 to K.
 
     Source: Efraimidis and Spirakis (2006), "Weighted random sampling with a reservoir", Algorithm A.
 
@@ -189,7 +189,7 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
 
 def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
-    """Return a number as the uniform cohort of that size, ids as that of these clients, and None, everybody, as it is.
+    """Convert a number to the uniform cohort of that size, and ids to that of these clients; keep None, for all.
 
     Example:
         >>> import fedtorch as ft
@@ -214,15 +214,15 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
 
 
 def checked_draws(cohort: Asked, clients: int, names: Tensor | None = None) -> Cohort | None:
-    """Return `cohort` as a function whose every draw is checked when it is made, None for everybody.
+    """Return `cohort` as a function that checks each of its draws, None for all clients.
 
     Args:
-        cohort: as a run has it.
-        clients: of the population.
+        cohort: the run's argument.
+        clients: number of clients in the population.
         names: the numbers of their names `(K,)`, by which the cohorts of this module are drawn.
 
     Raises:
-        ValueError: ids of clients that are not there; a function's are refused in the round that it asks for them.
+        ValueError: ids of clients that do not exist; a function's are refused in their round.
         TypeError: a function that does not take the round's key and the number of rounds before it.
 
     Example:
@@ -249,7 +249,7 @@ def checked_draws(cohort: Asked, clients: int, names: Tensor | None = None) -> C
 def _check_arguments(cohort: Cohort) -> None:
     try:
         inspect.signature(cohort).bind(None, 0)
-    except ValueError:  # of a function in C, which does not tell
+    except ValueError:  # a function in C has no signature
         return
     except TypeError as error:
         raise TypeError(
@@ -277,7 +277,7 @@ def check_ids(ids: Tensor, clients: int) -> None:
 
 
 class PurposeKeys(NamedTuple):
-    """A round's keys, one for each purpose; see `RoundKeys`."""
+    """A round's keys by purpose; see `RoundKeys`."""
 
     cohort: Tensor
     client: Tensor
@@ -286,7 +286,7 @@ class PurposeKeys(NamedTuple):
 
 
 class RoundKeys:
-    """Make the keys of a round from the number of rounds before it and the seed."""
+    """Maker of a round's keys from the seed and the number of rounds before it."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._first = seed, 0

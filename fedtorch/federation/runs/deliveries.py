@@ -1,4 +1,4 @@
-"""Deliveries of messages that are duplicated or out of order, and the receiver that takes each message once.
+"""Simulated duplicate and reordered deliveries of messages, and a receiver that accepts each message once.
 
 Every client's message travels as bytes that name its client and its round. A network delivers the messages of a block
 in a random order, and some a second time: in the same round or in a later one. The receiver knows which round is open
@@ -28,10 +28,10 @@ _NETWORK = -1  # folded into a round's key; clients fold in the numbers of their
 
 
 class Receiver:
-    """Takes every client's message of the open round once.
+    """Accepts every client's message of the open round once.
 
     Attributes:
-        refused: how many payloads came again or too late.
+        refused: number of payloads that were repeated or stale.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Receiver:
         self._heard: set[int] = set()
 
     def open(self, round: int) -> None:
-        """Start a round; messages of all others are stale from now on."""
+        """Start a round; messages of all other rounds are stale from now on."""
         self._round, self._heard = round, set()
 
     def accepts(self, payload: bytes) -> int | None:
-        """Return the client whose message this is, or None if it is stale or has been heard."""
+        """Return the client of a payload, or None if the payload is stale or a repetition."""
         sender = wire.metadata(payload)
         client, round = sender.get("client"), sender.get("round")
         if client is None or round != self._round or client in self._heard:
@@ -55,9 +55,9 @@ class Receiver:
 
 
 class _Delivery(NamedTuple):
-    """A message on its way."""
+    """A message in transit."""
 
-    arrival: int  # when, within a block; the order of this round's messages does not depend on those of others
+    arrival: int  # position within a block; this round's order does not depend on other rounds' messages
     payload: bytes
 
 
@@ -65,12 +65,12 @@ class Deliveries:
     """Delivers the messages of an algorithm's clients in a random order, and some of them twice.
 
     Args:
-        algorithm: whose messages are delivered.
-        twice: whose message comes a second time.
+        algorithm: the algorithm whose messages are delivered.
+        twice: which clients' messages are delivered twice.
 
     Attributes:
-        algorithm: the same with an exchange that gathers what the receiver takes of a round's messages.
-        receiver: takes each message once.
+        algorithm: the same, with an exchange that gathers the accepted messages of a round.
+        receiver: accepts each message once.
     """
 
     def __init__(self, algorithm: Algorithm, twice: Hit) -> None:
@@ -78,8 +78,8 @@ class Deliveries:
         self._exchange, self._twice = algorithm.exchange, twice
         self.algorithm = dataclasses.replace(algorithm, exchange=algorithm.exchange._replace(gather=self._gather))
         self._round: int | None = None  # None between rounds, when nothing is delivered
-        self._turn = Turn(random.key(0), 0)  # the network's, which draws for each client by its name
-        self._waiting: list[_Delivery] = []  # second deliveries that come with the next block or round
+        self._turn = Turn(random.key(0), 0)  # the network's own, with one draw per client name
+        self._waiting: list[_Delivery] = []  # second deliveries due with the next block or round
 
     def step(
         self, clients: Clients, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None
@@ -101,13 +101,13 @@ class Deliveries:
         return self._turn.with_key(random.fold_in(self._turn.key, purpose)).keys(ids)
 
     def _gather(self, messages: Tree, ids: Rows) -> Tree:
-        """Return the partial aggregate of the messages that the receiver takes, which are all but repetitions."""
+        """Return the partial aggregate of the accepted messages, which are all but repetitions."""
         if self._round is None:
             return self._exchange.gather(messages, ids)
         arrived, later = self._send(messages, indices(ids), self._round)
         arrived, self._waiting = sorted(self._waiting + arrived), later
-        heard = [(self.receiver.accepts(delivery.payload), delivery.payload) for delivery in arrived]
-        taken = [(client, payload) for client, payload in heard if client is not None]
+        accepted = [(self.receiver.accepts(delivery.payload), delivery.payload) for delivery in arrived]
+        taken = [(client, payload) for client, payload in accepted if client is not None]
         if not taken:
             return self._exchange.gather(messages, ids)
         like = tree.map(lambda leaf: leaf[0], messages)

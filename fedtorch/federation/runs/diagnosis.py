@@ -7,7 +7,7 @@ With "much larger" being a factor `much`:
 - neither, and training much larger than the reference: it underfits, or training has not ended;
 - neither, and training near the reference: little is to be gained.
 
-Validation much larger than training and training much larger than the reference may both hold, and both are said.
+Validation much larger than training and training much larger than the reference may both hold; then the text has both.
 
 Source: Jung, "Federated learning: from theory to practice", section 2.5.
 """
@@ -34,9 +34,9 @@ def diagnosis(training: float, validation: float, reference: float | None, much:
     """Compare errors, of which less is better.
 
     Args:
-        training: on the rows of training.
-        validation: on other rows.
-        reference: what can be reached: of a probabilistic model, another method or people; None if that is not known.
+        training: error on the training rows.
+        validation: error on other rows.
+        reference: attainable error, of a probabilistic model, another method or people; None if unknown.
         much: the factor from which an error is much larger than another, above 1.
 
     Raises:
@@ -56,27 +56,27 @@ def diagnosis(training: float, validation: float, reference: float | None, much:
                 f"Expected errors of at least 0, of which less is better, but got a {name} error of {error}; take a "
                 "loss such as torch.nn.functional.mse_loss"
             )
-    said = []
+    sentences = []
     if training > much * validation:
-        said.append(
+        sentences.append(
             f"the training error is {_times(training, validation)} times the validation error: the parts are small, or "
             "not rows of one distribution; compare them, or take more rows"
         )
     if validation > much * training:
-        said.append(
+        sentences.append(
             f"overfits: the validation error is {_times(validation, training)} times the training error; take a "
             "smaller or penalised model, or more rows"
         )
     if reference is not None and training > much * reference:
-        said.append(
+        sentences.append(
             f"underfits: the training error is {_times(training, reference)} times the reference; take a larger model, "
             "or train to the end"
         )
-    if not said and reference is None:
-        said.append("does not overfit; whether more can be reached needs a reference error")
-    elif not said:
-        said.append("is near the reference, and does not overfit: little is to be gained")
-    return Diagnosis(training, validation, reference, "; and ".join(said))
+    if not sentences and reference is None:
+        sentences.append("does not overfit; whether more can be reached needs a reference error")
+    elif not sentences:
+        sentences.append("is near the reference, and does not overfit: little is to be gained")
+    return Diagnosis(training, validation, reference, "; and ".join(sentences))
 
 
 def _times(larger: float, smaller: float) -> str:

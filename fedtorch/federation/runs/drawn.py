@@ -1,4 +1,4 @@
-"""What a sampling run has found, from the draws of the sampler that has recorded it."""
+"""Posterior of a sampling run, from the draws recorded by its sampler."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import observations
 
 SHARED = "theta"  # the global parameter of the package's models
-_DRAWS = 1000  # that predictions are mixed of
-_MEASURED = 100  # coefficients whose effective sizes are taken
+_DRAWS = 1000  # draws mixed in predictions
+_MEASURED = 100  # coefficients whose effective sizes are computed
 
 
 def sampler_of(run: Any) -> Sampler:
     """Return the sampler that has recorded a run and keeps its draws.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the run has no sampler.
     """
     samplers = [each for each in run.recorders if isinstance(each, Sampler)]
     if not samplers:
@@ -45,7 +45,7 @@ def sampler_of(run: Any) -> Sampler:
 
 
 def component_names(name: str, leaf: Tensor, columns: tuple[str, ...]) -> list[str]:
-    """Return names of the components of draws `(C, T, ...)`: of the global parameter those of its columns.
+    """Return names of the components of draws `(C, T, ...)`; those of the global parameter are the columns' names.
 
     >>> component_names("theta", torch.zeros(2, 5, 2), ("age", "sex")), component_names("tau", torch.zeros(2, 5, 1), ())
     (['age', 'sex'], ['tau[0]'])
@@ -61,7 +61,7 @@ def component_names(name: str, leaf: Tensor, columns: tuple[str, ...]) -> list[s
 
 
 def drawn_coefficients(run: Any) -> tuple[Tensor, Tensor]:
-    """Return draws of the sites' coefficients, intercepts of their own first, `(C, T, K, d)`, and of what they share.
+    """Return draws of the sites' coefficients `(C, T, K, d)`, with own intercepts first, and of their shared parts.
 
     Raises:
         TypeError: the sampler has not recorded the sites.
@@ -76,13 +76,13 @@ def drawn_coefficients(run: Any) -> tuple[Tensor, Tensor]:
     shared = draws[SHARED] if SHARED in draws else torch.full_like(total[:, :, 0], torch.nan)
     shared = shared[:, :, None].expand_as(total)
     if f"{SITES}intercept" in draws:
-        own = draws[f"{SITES}intercept"][..., None]
-        total, shared = torch.cat([own, total], -1), torch.cat([torch.zeros_like(own), shared], -1)
+        intercept = draws[f"{SITES}intercept"][..., None]
+        total, shared = torch.cat([intercept, total], -1), torch.cat([torch.zeros_like(intercept), shared], -1)
     return total, shared
 
 
 def drawn_names(run: Any, size: int, intercept: bool) -> tuple[str, ...]:
-    """Return the names of so many coefficients of sites, with an intercept of their own first or without."""
+    """Return the names of a number of site coefficients, with or without an own intercept first."""
     columns = feature_names(run.population)
     columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
     return (*own_names(["Intercept"], columns), *columns) if intercept else columns
@@ -90,10 +90,10 @@ def drawn_names(run: Any, size: int, intercept: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sampled(Posterior):
-    """What the draws say that a run's `ft.Sampler` has recorded.
+    """Posterior from the draws recorded by a run's `ft.Sampler`.
 
     Attributes:
-        local: the clients' half of the sampler, which knows the family of a response and clients without rows.
+        local: the sampler's client part, which has the response family and the model of clients without rows.
     """
 
     local: LocalKernel
@@ -101,7 +101,7 @@ class Sampled(Posterior):
     def estimates(self, run: Any) -> Estimates:
         """Return the posterior of the global parameter; of a model without one, that of all that was watched.
 
-        Coefficients have the names of the rows' columns, where there are as many.
+        Coefficients have the names of the rows' columns, if the numbers match.
         """
         draws = {name: leaf for name, leaf in sampler_of(run).draws().items() if not name.startswith(SITES)}
         draws = {SHARED: draws[SHARED]} if SHARED in draws else draws
@@ -124,16 +124,16 @@ class Sampled(Posterior):
         )
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of the run's clients, thinned evenly where there are many draws."""
+        """Return the coefficients of the run's clients, evenly thinned if there are many draws."""
         return self._mixture(run, drawn_coefficients(run)[0])
 
     def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return what they deviate from the global parameter."""
+        """Return the deviations from the global parameter."""
         total, shared = drawn_coefficients(run)
         return self._mixture(run, total - shared)
 
     def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return what the draws of what clients share say of a client without rows."""
+        """Return draws for a client without rows, given the draws of the shared parameters."""
         local, draws = self.local, sampler_of(run).draws()
         if local.newcomer is None or SHARED not in draws:
             raise TypeError(
@@ -155,12 +155,12 @@ class Sampled(Posterior):
         return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
 
     def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
-        """Return what draws of all clients say; a client's own estimate has the noise that it was found to have."""
+        """Return partially pooled estimates by draws; a client's own estimate uses the sampled noise."""
         sites, (total, shared) = self.coefficients(run), drawn_coefficients(run)
         family = self._family()
         total, shared = total.flatten(0, 1), shared[..., 0, :].flatten(0, 1)  # (S, K, d), (S, d)
         known = ~shared.isnan() & bool((shared != 0).any())
-        known[:, : int(sites.intercept)] = False  # nothing is shared of intercepts but their mean
+        known[:, : int(sites.intercept)] = False  # intercepts share only their mean
         middle = shared.where(known, total.mean(1))
         spread = (total - middle[:, None]).square().mean(1).sqrt().log().mean(0).exp()
         low, high = (middle.quantile((1 + sign * level) / 2, 0) for sign in (-1, 1))
@@ -183,7 +183,7 @@ class Sampled(Posterior):
         return Pooling(sites.names, place, sites.totals(), alone, centre, low, high, spread, sites.family)
 
     def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
-        """Return at most so many draws, spread over the chains; clients have them where their rows are."""
+        """Return at most this many draws, spread over the chains; clients have them where their rows are."""
         family, (total, _) = self._family(), drawn_coefficients(run)  # (C, T, K, d)
         step = -(-total.shape[0] * total.shape[1] // draws)
         joined = lambda leaf: leaf[:, ::step].flatten(0, 1).transpose(0, 1)
@@ -249,7 +249,7 @@ class Sampled(Posterior):
         )
 
     def _family(self) -> Family:
-        """Return the family of a response; raise TypeError where the kernel does not say it."""
+        """Return the family of a response; raise TypeError if the kernel does not define it."""
         if self.local.family is None:
             raise TypeError(
                 "Expected a sampler of regressions with all their coefficients, such as sparse.regression() or "
@@ -259,10 +259,10 @@ class Sampled(Posterior):
 
 
 def _efficiency(total: Tensor, draws: int) -> float:
-    """Return how many effective draws one of so many is, of the mean of a coefficient."""
+    """Return the ratio of effective draws to draws, for the mean of a coefficient."""
     stack = total.flatten(2)[..., :_MEASURED].numpy()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what never moves has no size
+        warnings.simplefilter("ignore")  # a constant quantity has no effective size
         sizes = torch.tensor([float(load_arviz().ess(stack[..., i], method="mean")) for i in range(stack.shape[-1])])
     known = sizes[sizes.isfinite()]
     return min(1.0, float(known.mean()) / draws) if len(known) else 1.0

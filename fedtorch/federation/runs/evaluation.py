@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedtorch.data import FederatedLoaders
     from fedtorch.metrics.scores import Score
 
-    Evaluable = FederatedData | FederatedLoaders  # what clients are scored on
+    Evaluable = FederatedData | FederatedLoaders  # data for scores of clients
 else:
     Evaluable = Any
 T = TypeVar("T")
@@ -33,13 +33,13 @@ Split = Callable[[Tree], tuple[Tree, Any]]  # rows -> (inputs, targets)
 
 
 class ClientBatches(NamedTuple):
-    """A client as it is evaluated batch by batch.
+    """A client in evaluation, batch by batch.
 
     Attributes:
-        number: of the client.
-        name: of the client.
-        seed: of what its module draws.
-        tensors: that it predicts with.
+        number: index of the client.
+        name: name of the client.
+        seed: seed of its module's random draws.
+        tensors: tensors that it predicts with.
         batches: `(batch, its number of rows)`.
     """
 
@@ -51,10 +51,10 @@ class ClientBatches(NamedTuple):
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
-    """Return `(x, y)` rows as they are.
+    """Return `(x, y)` rows unchanged.
 
     Raises:
-        TypeError: the rows are something else; pass a function of your own as `split`.
+        TypeError: rows of another form; pass your own function as `split`.
     """
     if isinstance(rows, tuple) and len(rows) == 2:
         return rows[0], rows[1]
@@ -74,19 +74,19 @@ def evaluate(
     """Return scores of every client's model on its own rows of `data`.
 
     Args:
-        clients: of a population, bound to an algorithm; or such as are in none.
-        outbox: what the server sends out.
+        clients: bound to an algorithm in a population; or newcomers outside any.
+        outbox: the server's broadcast.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
         data: rows of the same clients, or of any clients if the population is one pooled client.
         metrics: by name: a `torchmetrics.Metric`, a `MetricCollection`, a `metrics.StackedMetric`, a loss such as
             `torch.nn.functional.mse_loss`, or a function of a client's (prediction `(N, ...)`, target `(N, ...)`) that
-            gives one number, or a value per row `(N,)`.
+            returns one number, or a value per row `(N,)`.
         split: rows -> (inputs, targets).
-        batch_size: rows of a client that are predicted at once; default: all of them.
+        batch_size: rows of a client in one prediction batch; default: all of them.
 
     Raises:
         ValueError: no metrics.
-        TypeError: clients are in other processes, and a metric's states are not sums, which alone they tell.
+        TypeError: clients are in other processes, which send only sums, and a metric's states are not sums.
     """
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
     sums = Sums(predict, metrics, split, batch_size, clients.in_process)
@@ -108,7 +108,7 @@ def evaluate_batches(
 
 @contextmanager
 def _evaluating() -> Iterator[None]:
-    """Compute without gradients; what a metric draws, as bootstraps do, is the same every time, and moves nothing."""
+    """Compute without gradients, with fixed random draws for metrics such as bootstraps, and restore the generators."""
     with torch.inference_mode(False), torch.no_grad(), restored(every_generator(), seed=0):
         yield
 
@@ -130,7 +130,7 @@ class Sums:
 
     Args:
         predict, metrics, split, batch_size: as of `evaluate`.
-        in_process: whether all clients are here; from elsewhere come sums alone.
+        in_process: whether all clients are here; other processes send sums only.
 
     Raises:
         TypeError: metrics that sums do not make up, of clients elsewhere.
@@ -158,32 +158,13 @@ class Sums:
         order, parts = [], []
         for places, count in shared_sizes(self._predict, block.mask.sum(1), block.mask.shape[1]):
             rows = places.to(block.mask.device)
-            own = tree.take((block.batch, block.mask), rows)
-            parts.append(self._of_parts(tree.take(tensors, rows), len(rows), self._columns(own, count)))
+            part = tree.take((block.batch, block.mask), rows)
+            parts.append(self._of_parts(tree.take(tensors, rows), len(rows), self._columns(part, count)))
             order.append(places)
         return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(block.mask.device))
 
-    def of_each_row(self, tensors: Tree, block: ClientData) -> dict[str, Tree]:
-        """Return metrics' sums of each row of one client `(N, ...)`, by name, of those that are sums over rows.
-
-        The number of pairs of rows in order is none, for example.
-        """
-        inputs, target = self._split(block.batch)
-        asked = (self._predict(tensors, inputs), target, block.mask)
-        alone = tree.map(lambda leaf: leaf.flatten(0, 1)[:, None], asked)
-        found = {}
-        for name, metric in self._stacked.items():
-            try:
-                rows, whole = metric.update(*alone), metric.update(*asked)
-            except Exception:
-                continue  # as `of_block` tells
-            pairs = zip(tree.leaves(rows), tree.leaves(whole))
-            if all(torch.allclose(leaf.sum(0).double(), total[0].double(), equal_nan=True) for leaf, total in pairs):
-                found[name] = rows
-        return found
-
     def _columns(self, block: tuple[Tree, Tensor], count: int) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield the first `count` rows of clients in batches; where there are none, one of zeros, outside the mask."""
+        """Yield the first `count` rows of clients in batches; without rows one row of zeros, outside the mask."""
         if block[1].shape[1] == 0:
             block = tree.map(lambda leaf: leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), block)
         size = self._batch_size or max(count, 1)
@@ -195,7 +176,7 @@ class Sums:
         """Return the sums of one client, `(1, ...)`.
 
         Raises:
-            TypeError: batches of something else than tensors.
+            TypeError: batches that are not of tensors.
         """
         device = tree.leaves(client.tensors)[0].device
 
@@ -219,8 +200,8 @@ class Sums:
             each.begin(clients)
         device = tree.leaves(tensors)[0].device
         with restored(generators(device)):  # others draw the same without them
-            told = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
-            total = functools.reduce(tree.add, told)
+            parts_of_metrics = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
+            total = functools.reduce(tree.add, parts_of_metrics)
         places = {name: each.end().to(device) for name, each in self._pooled.items()}
         return {**total, **places}
 
@@ -250,10 +231,10 @@ class Sums:
         return {name: self._of_metric(name, prediction, target, mask) for name in self._stacked}
 
     def _of_metric(self, name: str, prediction: Tree, target: Tree, mask: Tensor) -> ClientSums:
-        """Return a metric's sums; where it raises an error, those of each client by itself.
+        """Return a metric's sums; if it raises an error, those of each client separately.
 
         Raises:
-            ValueError: predictions and targets that the metric does not take, whatever the rows.
+            ValueError: predictions and targets that the metric does not accept for any rows.
             TypeError: the metric is not one that sums make up.
         """
         metric, nothing = self._stacked[name], torch.zeros(len(mask), device=mask.device)
@@ -273,21 +254,21 @@ class Sums:
         one = lambda k: tree.map(lambda leaf: leaf[k : k + 1], (prediction, target, mask))
         return tree.concatenate([self._of_metric(name, *one(k)) for k in range(len(mask))])
 
-    def scores(self, told: Tree) -> dict[str, Score]:
+    def scores(self, totals: Tree) -> dict[str, Score]:
         """Return the scores of all clients' sums.
 
         Raises:
             ValueError: a metric has raised an error for every client.
         """
-        scores = {name: self._score(name, told[name]) for name in self._stacked}
-        scores.update({name: metric.score(told[name]) for name, metric in self._pooled.items()})
+        scores = {name: self._score(name, totals[name]) for name in self._stacked}
+        scores.update({name: metric.score(totals[name]) for name, metric in self._pooled.items()})
         return {name: scores[name] for name in self._every}
 
-    def _score(self, name: str, told: ClientSums) -> Score:
+    def _score(self, name: str, totals: ClientSums) -> Score:
         from fedtorch.metrics.scores import score_of
 
-        raised = told.raised > 0
-        score, error = score_of(self._stacked[name], told.sums, raised), self._errors.get(name)
+        raised = totals.raised > 0
+        score, error = score_of(self._stacked[name], totals.sums, raised), self._errors.get(name)
         if error is not None and bool(raised.any()) and bool(score.clients.isnan().all()):
             raise ValueError(
                 f"Expected metric {name!r} to have a value for the rows of a client, but it raises "
@@ -297,13 +278,13 @@ class Sums:
 
 
 class Newcomers:
-    """Clients of a star that no run has seen: in the initial state, they hear what everybody hears.
+    """Clients of a star that are new to a run: in the initial state, with the common broadcast as inbox.
 
     Args:
-        algorithm: what they compute.
+        algorithm: the clients' algorithm.
         state: one client's initial state.
-        clients: how many have been seen.
-        device: where they run.
+        clients: number of the run's clients.
+        device: device for their tensors.
     """
 
     in_process = True
@@ -321,10 +302,10 @@ class Newcomers:
         return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """Return the tensors that so many of them predict with, `(M, ...)`.
+        """Return the tensors that this many of them predict with, `(M, ...)`.
 
         Raises:
-            ValueError: what a client hears is its own: on a graph, or by private rows.
+            ValueError: clients have inboxes of their own: on a graph, or by private rows.
         """
         inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(ids)))
         if any(len(leaf) != len(ids) for leaf in tree.leaves(inbox)):

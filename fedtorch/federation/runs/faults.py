@@ -1,9 +1,9 @@
 """Faults between server and clients, as values: drop-outs, stragglers, partial work, lost and duplicated messages.
 
-A fault says, from the clients' keys and ids, whom it hits. A client's key is made by its name, and so its draws are
-independent of the cohort, the population and the order of clients and blocks. A silent client is rolled back: its
-state is what it was before the round. Faults are joined with `|`, and a client that several of them hit is counted
-once, by the first in the order before, late, after.
+A fault decides from the clients' keys and ids which clients it affects. A client's key depends on its name, so its
+draws are independent of the cohort, the population and the order of clients and blocks. A silent client is rolled back:
+its state is the one before the round. Faults are joined with `|`, and a client affected by several counts once, for the
+first in the order before, late, after.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
@@ -39,11 +39,11 @@ class Faults:
     Keys are the clients' own in this round, to draw with: `ft.random.bernoulli(keys, 0.3)`.
 
     Attributes:
-        before: the client does not hear the server, and does nothing.
+        before: clients that do not receive the broadcast, and do nothing.
         after: the client's message is lost after its work, which is rolled back.
-        late: the client's message comes after the deadline, and its work is rolled back.
+        late: clients whose message comes after the deadline, and whose work is rolled back.
         twice: the client's message is delivered a second time; messages then arrive in any order.
-        work: the share of the round's work that the client does before it answers, in (0, 1].
+        work: share of the round's work that a client does before it answers, in (0, 1].
 
     Example:
         >>> import torch, fedtorch as ft
@@ -79,7 +79,7 @@ class Fates(NamedTuple):
     """The faults that hit the clients of a round; ids, ascending and disjoint."""
 
     hear: Tensor | None  # the clients that work, None for all
-    silent: Tensor | None = None  # those of them that do not answer
+    silent: Tensor | None = None  # those of the cohort that do not answer
     before: Tensor = _NOBODY  # hit before their work
     late: Tensor = _NOBODY
     after: Tensor = _NOBODY
@@ -91,7 +91,7 @@ class Fates(NamedTuple):
 
 
 def dropouts(probability: float) -> Faults:
-    """Keep clients away: each, with this probability, neither hears the server nor answers in a round.
+    """Build dropouts: each client, with this probability, neither receives the broadcast nor answers in a round.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -104,11 +104,11 @@ def dropouts(probability: float) -> Faults:
 
 
 def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
-    """Lose messages on the way, each with a probability of its own.
+    """Build losses of messages, each with its own probability.
 
     Args:
-        before: of losing the server's message to a client: it does nothing.
-        after: of losing a client's message to the server: its work is rolled back.
+        before: probability of losing the server's message to a client, which then does nothing.
+        after: probability of losing a client's message to the server; the client's work is rolled back.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -123,7 +123,7 @@ def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
 def duplicated(probability: float = 0.5) -> Faults:
     """Messages that arrive out of order, and each with this probability a second time, in its round or a later one.
 
-    `Round.repeated` names the clients whose message came twice. Bytes are those that clients send, without repetitions.
+    `Round.repeated` names the clients whose message came twice. Bytes are counted without repetitions.
 
     Raises:
         ValueError: a probability outside [0, 1].
@@ -172,12 +172,12 @@ def lognormal_noise(sigma: float) -> Noise:
 
 
 def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_noise) -> Faults:
-    """Let clients answer after the deadline; their work is rolled back.
+    """Build stragglers: clients that answer after the deadline, whose work is rolled back.
 
     Args:
         deadline: in seconds from the start of the round, positive.
         seconds: `(K,)` every client's mean duration, such as `0.01 * data.counts / speed`.
-        noise: what each round multiplies them by: `exponential_noise`, `lognormal_noise(sigma)`, or a function of
+        noise: random factor of the times in each round: `exponential_noise`, `lognormal_noise(sigma)`, or a function of
             stacked keys.
 
     Raises:
@@ -199,15 +199,15 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
 
 
 def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
-    """Let clients answer with a part of the round's work, as devices do whose time is up (FedProx).
+    """Build partial work: clients answer with a part of the round's work, like devices out of time (FedProx).
 
     Each client, with this probability, does a share of the round's epochs drawn uniformly from (0, 1] and rounded up to
-    whole ones: of 20 epochs 1 to 20, alike probable. A local solver with `steps=` counts in steps. What the client has
-    done by then is its answer, in any algorithm whose local solver takes steps.
+    whole ones: of 20 epochs 1 to 20, with equal probabilities. A local solver with `steps=` counts in steps. The
+    client's answer is its result so far, in any algorithm whose local solver takes steps.
 
     Args:
-        probability: of doing a part only, for each client in every round.
-        shares: `(K,)` in (0, 1], the share of each client, in place of drawn ones.
+        probability: of partial work, for each client in every round.
+        shares: `(K,)` in (0, 1], fixed shares of the clients, in place of drawn ones.
 
     Source: Li et al. (2020), "Federated optimization in heterogeneous networks", section 5.2.
 
@@ -256,8 +256,8 @@ def shares_of_work(
     """Return ids -> the share of the round's work of these clients, of faults that have any.
 
     Args:
-        faults: of the run.
-        key: of the round's faults.
+        faults: the run's faults.
+        key: random key of the round's faults.
         hear: the clients that work in the round, ascending, None for all; they are drawn together.
         names: `(K,)` the numbers of the population's names.
     """
@@ -273,7 +273,7 @@ def shares_of_work(
 
 
 def fates(faults: Faults, key: Tensor, asked: Tensor | None, names: Tensor) -> Fates:
-    """Draw the faults of a round for the clients that are `asked`, None for all, by the numbers of all names `(K,)`."""
+    """Draw the faults of a round for the clients `asked`, None for all, by the numbers of all names `(K,)`."""
     ids = torch.arange(len(names)) if asked is None else asked
 
     def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:

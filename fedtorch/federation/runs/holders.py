@@ -1,7 +1,7 @@
-"""What is asked after a fit of whoever has rows: this process with its ranks, or sites, each of its own clients.
+"""Post-fit queries to the data holders: this process with its ranks, or sites, each for its own clients.
 
-A `Kind` of question is a function of a `Holder`. Where rows are in this process it is called; sites are sent its name
-and tensors, look it up in `fedtorch.inference.questions`, compute, and answer as far as their policy says.
+A `Kind` of query is a function of a `Holder`. For rows in this process it is called directly; sites receive its name
+and tensors, look it up in `fedtorch.inference.questions`, compute, and answer as far as their policy allows.
 
 >>> import torch, fedtorch as ft
 >>> x = torch.ones(4, 1).double()
@@ -33,25 +33,26 @@ _MOST = 2**24  # numbers of one tensor that is sent
 
 
 class Unanswerable(ValueError):
-    """Raised by a holder that cannot answer a question; its message goes to who asks, and has nothing of rows."""
+    """Raised by a holder that cannot answer a query; its message is sent to the caller, and contains nothing about
+    rows.
+    """
 
 
 Evaluate = Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
 
 
 class Holder(NamedTuple):
-    """Hold the rows, names and models with which their owner answers a question. Tensors are on the CPU."""
+    """Rows, names and models of a data holder for its answers. Tensors are on the CPU."""
 
     algorithm: Algorithm
     data: FederatedData  # the rows of its clients
     names: Tensor  # (K,) the numbers of their names, by which they draw
     evaluate: Evaluate
     first: int = 0  # the number of its first client among all
-    frame: Any = None  # of which rows were made, or rows to average over
-    minimum: int = 1  # rows that share what is told of any, see `held`
-    key: Tensor | None = None  # of the secret numbers by which a holder with a minimum moves what it tells
-    drawn: Any = None  # where draws come from, if they are not sent
-    beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # of other runs' rows, and what is sent of these
+    frame: Any = None  # source of the rows, or rows to average over
+    minimum: int = 1  # rows behind each number, for answers that choose the rows of a number
+    drawn: Any = None  # source of draws, if they are not sent
+    beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # other runs' rows, with their sent tensors
 
     @property
     def numbers(self) -> range:
@@ -60,24 +61,26 @@ class Holder(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Hold what the shape of an answer follows from."""
+    """Inputs that determine the shape of an answer."""
 
     algorithm: Algorithm
-    clients: int  # of the holder
+    clients: int  # number of the holder's clients
     sent: Mapping[str, Tensor]
     about: Mapping[str, Any]
-    nodes: int  # of the mixtures that are told
+    nodes: int  # nodes of answered mixtures
 
 
 class Kind(NamedTuple):
-    """Say what is computed for a question, by tensors that are sent and settings that are JSON."""
+    """Computation of a query, from sent tensors and JSON settings."""
 
     name: str
-    tells: str  # what a site's policy has to say: "effects", "densities", "margins" or "checks"
+    tells: str  # entry required in a site's policy: "effects", "densities", "margins" or "checks"
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
-    like: Callable[[Form], Tree]  # how an answer looks
-    by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
-    weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
+    like: Callable[[Form], Tree]  # zeros in the form of an answer
+    tensors: tuple[str, ...] = ()  # names of the tensors that it takes
+    settings: tuple[str, ...] = ()  # names of the settings that it takes
+    by_client: bool = False  # whether an answer has a row per client, in order; else it is one sum over clients
+    alone: bool = False  # whether a sum shows one client's part, as with weights that the server chooses
 
 
 def ask(
@@ -90,20 +93,20 @@ def ask(
     beside: Sequence[tuple[Run, Any]] = (),
     **about: Any,
 ) -> Tree:
-    """Return the answer of all who have rows of a run: a row per client, or a sum.
+    """Return the answer of all holders of a run's rows: a row per client, or a sum.
 
     Args:
-        run: whose clients are asked.
-        kind: of question.
-        sent: tensors of names that `room` knows.
-        frame: rows in this process, in the place of those that the clients' were made of.
-        drawn: where draws come from in this process, in the place of those that are sent.
-        beside: other runs on the same clients, and where their draws come from.
+        run: the run whose clients are asked.
+        kind: the query.
+        sent: tensors with names that `room` knows.
+        frame: rows in this process that replace the clients' source.
+        drawn: source of draws in this process, in place of sent ones.
+        beside: other runs on the same clients, with their sources of draws.
         about: settings.
 
     Raises:
         ValueError: only some of the runs are on sites.
-        RuntimeError: sites do not answer; the message says why, and what their policy would have to say.
+        RuntimeError: sites do not answer; the message gives the reason, and the policy entry that would allow it.
     """
     clients, tensors = run.clients, dict(sent or {})
     if len({hasattr(each.clients, "ask") for each in (run, *(other for other, _ in beside))}) > 1:
@@ -121,7 +124,7 @@ def ask(
 
 
 def sent_beside(sent: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """Return what is sent of the other run of a number.
+    """Return the tensors sent for the other run with this number.
 
     >>> sent_beside({"phi": torch.zeros(1), "phi 0": torch.ones(1)}, 0)
     {'phi': tensor([1.])}
@@ -149,8 +152,8 @@ def at_clients(run: Run) -> Evaluate:
 def on_cpu(evaluate: Evaluate) -> Evaluate:
     """Return a version of `evaluate` that hands models and rows to the function on the CPU, and its results too.
 
-    Clients may be trained on another device. What is asked of them afterwards is computed once, in float64, partly by
-    SciPy and pandas, which need the CPU.
+    Clients may be trained on another device. Post-fit queries are computed once, in float64, partly by SciPy and
+    pandas, which need the CPU.
     """
 
     def evaluated(data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
@@ -163,7 +166,7 @@ def on_cpu(evaluate: Evaluate) -> Evaluate:
 
 
 def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return room for tensors of these shapes by name, as they are sent.
+    """Return zeros for tensors of these shapes by name, in their sent form.
 
     Raises:
         ValueError: shapes that are none, or too large.
@@ -196,7 +199,7 @@ def rows_at_hand(run: Run) -> FederatedData:
     """Return a run's rows, on the CPU.
 
     Raises:
-        ValueError: they are elsewhere.
+        ValueError: the rows are elsewhere.
     """
     if hasattr(run.population, "counts"):
         raise ValueError(

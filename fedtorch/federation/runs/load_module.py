@@ -15,12 +15,13 @@ _NAMED = 3  # tensors in a message
 def load_module(path: Path | str, module: nn.Module) -> nn.Module:
     """Return a copy of `module` with the server's tensors of a checkpoint, as `global_module` of its run did.
 
-    Files are read as plain tensors; nothing in them is run. What no training changes, frozen parameters and such
-    buffers as class weights, is the module's own, and has to be what it was in training: pass the same pretrained base.
+    Files are read as plain tensors; nothing in them is executed. Tensors that training does not change (frozen
+    parameters, and buffers such as class weights) come from the given module and must equal those of training: pass the
+    same pretrained base.
 
     Args:
-        path: of a file of `Run.save`, or of a Trainer of a `Federation`, such as `ModelCheckpoint.best_model_path`.
-        module: one like that which was trained, made in the same way; it stays as it is.
+        path: file of `Run.save`, or of a Trainer of a `Federation`, such as `ModelCheckpoint.best_model_path`.
+        module: made like the trained one; it is not changed.
 
     Raises:
         ValueError: the file is no checkpoint of a federation, the server holds no whole model, or the module has other
@@ -51,7 +52,7 @@ def load_module(path: Path | str, module: nn.Module) -> nn.Module:
 
 
 def _check_module(saved: SavedModule, module: nn.Module) -> None:
-    """Refuse a module whose tensors are not those of training."""
+    """Refuse a module whose tensors differ from those of training."""
     named, known = functional.tensors(module), {*saved.holds.tensors, *saved.own}
     if named.keys() != known:
         more, less = sorted(named.keys() - known)[:_NAMED], sorted(known - named.keys())[:_NAMED]

@@ -1,9 +1,9 @@
 """A LightningModule's own `validation_step`, `test_step` and `predict_step`, for every client of a federation.
 
 Each client is evaluated as a `lightning.Trainer` would evaluate its module on its batches: with the client's tensors,
-fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced over all batches, and
-metrics are those of all rows together (see `metrics.joined`). Of a module with hooks of its own it is what one epoch
-over the batches of all clients logs, each batch taken with its client's tensors.
+fresh metrics and the hooks around the steps. Over all clients, logged numbers are reduced over all batches, and metrics
+are those of all rows together (see `metrics.joined`). For a module with its own hooks the result is the log of one
+epoch over the batches of all clients, each batch with its client's tensors.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fedtorch.metrics.scores import Score
 
 _HOOKS = ("model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # as `setup` calls them
+STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # names used by `setup`
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, type)
 _FIXED = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, nn.Module, Tensor, *_FUNCTIONS)
 _OF_MODULES = set(vars(nn.Module()))
 
 
 class _Epoch(NamedTuple):
-    """What a client's evaluation came to."""
+    """Result of a client's evaluation."""
 
     rows: int
     values: dict[str, float]
@@ -46,13 +46,13 @@ class _Epoch(NamedTuple):
 
 
 def has_step(module: nn.Module | None, stage: str) -> bool:
-    """Return whether a module is a LightningModule with a step of its own for `validation`, `test` or `predict`."""
+    """Return whether a module is a LightningModule with its own step for `validation`, `test` or `predict`."""
     base, name = loaded("lightning.pytorch", "LightningModule"), f"{stage}_step"
     return isinstance(module, base) and getattr(type(module), name) is not getattr(base, name)
 
 
 class AloneTrainer:
-    """Answers what a module may ask its trainer where a run is evaluated without one.
+    """Stand-in for a Trainer when a run is evaluated without one.
 
     Example:
         >>> trainer = AloneTrainer(3)
@@ -79,10 +79,10 @@ class OwnSteps:
     """Evaluates clients by a module's own steps.
 
     Args:
-        module: which has them; it is copied.
+        module: has the steps; it is copied.
         stage: "validation", "test" or "predict".
-        device: where the clients are evaluated.
-        trainer: what the module is told that its trainer is.
+        device: device of the evaluation.
+        trainer: the module's `trainer` during evaluation.
     """
 
     def __init__(self, module: nn.Module, stage: str, device: torch.device, trainer: Any) -> None:
@@ -93,7 +93,7 @@ class OwnSteps:
         template.trainer = None
         for _, metric in metrics_in(template):
             metric.reset()
-            metric.distributed_available_fn = lambda: False  # clients' metrics never meet over ranks
+            metric.distributed_available_fn = lambda: False  # clients' metrics are not synchronised over ranks
         self._template = template.to(device).eval()
         self._working = WorkingCopy(self._template, trainer)
         self._logs = StepLogs(self._working.module)
@@ -104,10 +104,10 @@ class OwnSteps:
         self._indexed = takes_index(getattr(template, f"{stage}_step"))
 
     def scores(self, clients: Callable[[], Iterable[ClientBatches]]) -> dict[str, Score]:
-        """Return what is logged of each client and over all, by name.
+        """Return the logs of each client and of all, by name.
 
         Args:
-            clients: begins to go through them; of a module with hooks twice.
+            clients: starts an iteration over them; used twice for a module with hooks.
         """
         joined, epochs = JoinedMetrics(self._working.module), []
         with self._quiet():
@@ -118,7 +118,7 @@ class OwnSteps:
             return self._scored(epochs, joined, whole)
 
     def outputs(self, client: ClientBatches) -> list[Any]:
-        """Return what the step returns for each batch of a client, on the CPU."""
+        """Return the step's output for each batch of a client, on the CPU."""
         from lightning.fabric.utilities import move_data_to_device
 
         with self._quiet(), self._client(client) as module:
@@ -129,13 +129,13 @@ class OwnSteps:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Record no gradients, and leave torch's generators as they are."""
+        """Disable gradients, and restore torch's generators."""
         with torch.inference_mode(False), torch.no_grad(), restored(generators(self._device)):
             yield
 
     @contextmanager
     def _client(self, client: ClientBatches) -> Iterator[Any]:
-        """Give the module with a client's tensors, and say in errors whose evaluation fails."""
+        """Yield the module with a client's tensors; errors name the client."""
         self._seeded(client.seed)
         self._logs.entries = {}
         try:
@@ -164,7 +164,7 @@ class OwnSteps:
         return _Epoch(rows, values, self._logs.entries, broken)
 
     def _over_all(self, clients: Iterable[ClientBatches]) -> dict[str, float]:
-        """Return what one epoch over all clients' batches logs; at its end the module has the clients' mean tensors."""
+        """Return the logs of one epoch over all clients' batches; the module ends with the clients' mean tensors."""
         self._logs.entries = {}
         means: dict[str, Tensor] = {}
         with self._working.anew() as swap:
@@ -184,14 +184,14 @@ class OwnSteps:
 
             for _ in self._steps(self._working.module, batches()):
                 pass
-            with swap([mean.to(own.dtype) for mean, own in zip(means.values(), swap.current())]):
+            with swap([mean.to(buffer.dtype) for mean, buffer in zip(means.values(), swap.current())]):
                 self._hook(self._working.module, "epoch_end")
                 values = self._logs.values(value_of)
                 self._hook(self._working.module, "end")
         return values
 
     def _steps(self, module: Any, batches: Any) -> Iterator[tuple[Any, int]]:
-        """Yield (output, rows) of every batch; the hooks before the first run where there is one."""
+        """Yield (output, rows) of every batch; hooks before the first batch are called if there is one."""
         step = getattr(module, f"{self._stage}_step")
         for index, (batch, rows) in enumerate(batches):
             if index == 0:
@@ -208,7 +208,7 @@ class OwnSteps:
             yield output, rows
 
     def _hook(self, module: Any, name: str, *arguments: Any) -> None:
-        """Call a hook that the module overrides; Lightning's own ask a Trainer, or do nothing."""
+        """Call a hook if the module overrides it; Lightning's defaults need a Trainer, or do nothing."""
         if name in self._hooks:
             getattr(module, f"on_{self._stage}_{name}")(*arguments)
 
@@ -236,7 +236,7 @@ class JoinedMetrics:
     """The metrics of a module that has evaluated clients in turn, as of all their rows.
 
     Args:
-        module: has them.
+        module: contains them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -244,16 +244,16 @@ class JoinedMetrics:
         self._states = {name: JoinedStates() for name in self._metrics}
 
     def add(self) -> None:
-        """Take in the metrics after a client's steps."""
+        """Merge the metrics' states after a client's steps."""
         for name, metric in metrics_in(self._module):
             self._states[name].add(metric)
 
     def knows(self, name: str) -> bool:
-        """Return whether a metric's states, or those of a metric in it, have been joined."""
+        """Return whether a metric's states, or those of a metric in it, have been merged."""
         return any(states.updates for each, states in self._states.items() if f"{each}.".startswith(f"{name}."))
 
     def value(self, name: str) -> float:
-        """Return the value of a metric, or of a wrapper of metrics, that has seen all rows."""
+        """Return the value over all rows of a metric, or of a wrapper of metrics."""
         whole: Any = copy.deepcopy(self._module.get_submodule(name))
         for inside, metric in list(metrics_in(whole)):
             metric.reset()
@@ -287,13 +287,13 @@ def _mean(epochs: list[_Epoch], name: str) -> float:
 
 @dataclass
 class Logged:
-    """What was logged under a name.
+    """Entries logged under a name.
 
     Attributes:
-        reduction: of numbers over batches.
+        reduction: reduction over batches.
         metric: the name of the module's metric that was logged; None for numbers.
-        numbers: of the batches.
-        rows: of these batches.
+        numbers: values of the batches.
+        rows: numbers of rows of these batches.
     """
 
     reduction: Reduction
@@ -313,11 +313,11 @@ class StepLogs:
     """Takes the place of `self.log` and `self.log_dict` of a module, and of LightningModules in it.
 
     Args:
-        module: which logs.
+        module: logs the values.
 
     Attributes:
-        entries: what it has logged, by name.
-        rows: of the batch that the module sees; 0 in hooks that see none.
+        entries: logged values, by name.
+        rows: number of rows in the current batch; 0 in hooks without one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -346,10 +346,10 @@ class StepLogs:
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        """Take note of a number, or of a metric of the module.
+        """Record a number, or a metric of the module.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: neither a number nor a metric.
         """
         reduction = Reduction(reduction_named(name, reduce_fx), weighted=True)
         if on_step and on_epoch is False:
@@ -360,7 +360,7 @@ class StepLogs:
             self._add(f"{name}_epoch", value, reduction, rows)
 
     def log_dict(self, values: Any, *arguments: Any, **options: Any) -> None:
-        """Take note of several."""
+        """Record several values."""
         collection = loaded("torchmetrics", "MetricCollection")
         pairs = values.items(keep_base=False, copy_state=False) if isinstance(values, collection) else values.items()
         for name, value in pairs:
@@ -381,7 +381,7 @@ class StepLogs:
         entry.rows.append(rows)
 
     def values(self, of_metric: Callable[[Any], float] = value_at_client) -> dict[str, float]:
-        """Return what is known at the end, of metrics as they stand now."""
+        """Return the final values, with metrics in their present state."""
         return {name: self._value(entry, of_metric) for name, entry in self.entries.items()}
 
     def _value(self, entry: Logged, of_metric: Callable[[Any], float]) -> float:
@@ -404,14 +404,14 @@ def over_batches(entries: Iterable[Logged]) -> float:
 
 
 class WorkingCopy:
-    """A copy of a module that others' tensors are put into, and that begins anew with each client.
+    """A copy of a module that takes other tensors, and is reset for each client.
 
-    Copying a module with its metrics for every client costs more than a small client's evaluation. What steps change is
-    put back instead: attributes, buffers, and the states of metrics.
+    Copying a module with its metrics for every client costs more than a small client's evaluation. Instead, everything
+    that steps change is restored: attributes, buffers, and the states of metrics.
 
     Args:
-        template: what it is like before any step; it stays so.
-        trainer: what it finds as its trainer.
+        template: the unchanged original.
+        trainer: the copy's `trainer`.
 
     Attributes:
         module: the copy.
@@ -444,27 +444,27 @@ class WorkingCopy:
         self._parts = [part for part in parts if id(part) not in inside]
 
     def _remember(self, names: list[str]) -> functional.Swap:
-        """Keep what the module is like before any step."""
+        """Record the module's state before any step."""
         now = [{name: vars(part)[name] for name in vars(part).keys() - _OF_MODULES} for part in self._parts]
         tensors = [value for each in now for value in each.values() if isinstance(value, Tensor)]
         watched = [*self.module.buffers(), *tensors]
         self._watched = [(tensor, tensor.detach().clone(), tensor._version) for tensor in watched]
         # Other attributes may change inside: they are copied, but for these.
-        kept = {id(each): each for each in [*self.module.modules(), *self.module.parameters(), *watched, self._trainer]}
-        self._kept: dict[int, Any] = kept
+        memo = {id(each): each for each in [*self.module.modules(), *self.module.parameters(), *watched, self._trainer]}
+        self._kept: dict[int, Any] = memo
         changing = [{name: value for name, value in each.items() if not isinstance(value, _FIXED)} for each in now]
-        self._attributes, self._changing = now, copy.deepcopy(changing, dict(kept))
+        self._attributes, self._changing = now, copy.deepcopy(changing, dict(memo))
         return functional.Swap(self.module, names)
 
     @contextmanager
     def holding(self, tensors: dict[str, Tensor]) -> Iterator[Any]:
-        """Give the module with these tensors; afterwards it is as before."""
+        """Yield the module with these tensors; restore it afterwards."""
         with self.anew(list(tensors)) as swap, swap(list(tensors.values())):
             yield self.module
 
     @contextmanager
     def anew(self, names: Sequence[str] = ()) -> Iterator[functional.Swap]:
-        """Give what puts tensors into the module, in the order of the first names; afterwards it is as before."""
+        """Yield a function that puts tensors into the module, in the order of the first names; restore it after."""
         if self._swap is None:
             self._swap = self._remember(list(names))
         try:

@@ -1,13 +1,13 @@
-"""Draws of a run's posterior where the rows are, and sums over rows of what they say.
+"""Draws of a run's posterior at the holders of rows, and sums over rows of functions of them.
 
-Every client receives the same draws of φ ~ q(φ), or of the corrected posterior's nodes, and draws θ_k ~ p(θ_k | φ, y_k)
-for each, so that draw s of all clients is one draw of the joint posterior. What is computed of a row stays at its
-client: a function returns sums over the rows of each.
+Every client receives the same draws of φ ~ q(φ), or the corrected posterior's nodes, and draws θ_k ~ p(θ_k | φ, y_k)
+for each, so that draw s of all clients is one draw of the joint posterior. Values for single rows stay at their client:
+a function returns sums over each client's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,18 +29,18 @@ _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
 class Drawn(NamedTuple):
-    """Hold draws of the coefficients of `K` clients, and their rows."""
+    """Draws of the coefficients of `K` clients, and their rows."""
 
     family: Family
     rows: Observations  # (K, N, ...)
     mask: Tensor  # (K, N)
-    theta: Tensor  # (K, S, d), of which the first are those of x
-    scale: Tensor  # (K, S), or (K, 1) where it is known; (K, S, thresholds) of ordered responses
+    theta: Tensor  # (K, S, d), the first are those of x
+    scale: Tensor  # (K, S), or (K, 1) if known; (K, S, thresholds) of ordered responses
     keys: Tensor  # (K,) of random numbers for the rows
     efficiency: float = 1.0  # effective draws of each
 
     def parts(self) -> Iterator[slice]:
-        """Yield some rows at a time, so that arrays over rows and draws stay small."""
+        """Yield chunks of rows, so that arrays over rows and draws stay small."""
         clients, rows = self.mask.shape
         size = max(1, _TOGETHER // max(1, clients * self.theta.shape[1]))
         yield from (slice(i, min(i + size, rows)) for i in range(0, rows, size))
@@ -58,17 +58,17 @@ class Drawn(NamedTuple):
         return scale / self.of(weight, part) if self.family.precise and weight is not None else scale
 
     def of(self, column: Tensor, part: slice) -> Tensor:
-        """Return a column of some rows, `(K, n, 1)`, one where there is no row."""
+        """Return a column of some rows, `(K, n, 1)`, one on padding."""
         return torch.where(self.mask[:, part], column[:, part], 1.0)[..., None]
 
     def log_density(self, part: slice) -> Tensor:
-        """Return log p(y | draw) of some rows, `(K, n, S)`, as often as they count."""
+        """Return log p(y | draw) of some rows, `(K, n, S)`, times their counts."""
         y, weight = self.rows.y[:, part, None], self.rows.weight
         value = self.family.log_density(y, self.predictor(part), self.scales(part))
         return value if weight is None or self.family.precise else value * self.of(weight, part)
 
     def replicated(self, part: slice) -> Tensor:
-        """Return responses drawn anew at each draw, `(K, n, S)`, the same whatever rows are beside a row."""
+        """Return responses drawn at each draw, `(K, n, S)`; a row's do not depend on the other rows."""
         numbers = torch.arange(part.start, part.stop, device=self.keys.device)
         keys = random.fold_in(self.keys[:, None], numbers)
         uniform = random.uniform(keys, (self.theta.shape[1],), torch.float64).clamp(min=1e-16)
@@ -76,7 +76,7 @@ class Drawn(NamedTuple):
 
 
 def given_shared(model: Model, phi: Tensor, key: Tensor) -> Draws:
-    """Return draws of a hierarchical model at draws of what all clients share, φ `(S, p)`, who draw θ_k given each."""
+    """Return draws of a hierarchical model at draws of the shared φ `(S, p)`; clients draw θ_k given each."""
 
     def at(block: ClientData, clients: Tensor, names: Tensor) -> Drawn:
         prepared, rows = model.prepare(block), observations(block)
@@ -105,8 +105,8 @@ def summed(
     """Return sums of a function over all rows, by name.
 
     Args:
-        holder: whose clients compute.
-        every: the rows that each source is of; the same clients with as many rows each.
+        holder: holder of the clients' rows.
+        every: sources of rows, all with the same clients and as many rows for each client.
         drawn: (a block of clients, their ids, numbers of their names) -> draws at these, such as `Draws.at`.
         of_rows: (all draws at some clients, some rows of each) -> values of these rows `(K, n, ...)`.
     """
@@ -120,36 +120,13 @@ def summed(
     return sums
 
 
-def each_row(
-    holder: Holder,
-    every: Sequence[FederatedData],
-    drawn: Sequence[DrawnAt],
-    in_parts: Callable[[list[Any]], Iterable[tuple[slice, dict[str, Tensor]]]],
-) -> dict[str, Tensor]:
-    """Return what a function makes of each row `(N, ...)`, where the rows of all clients are in this process.
-
-    Arguments are those of `summed`, but for a function of all draws at some clients, which yields rows in parts.
-    """
-    found: list[dict[str, Tensor]] = []
-
-    def kept(sources: list[Any]) -> Tensor:
-        mask = sources[0].mask
-        for part, values in in_parts(sources):
-            found.append({name: leaf[mask[:, part]] for name, leaf in values.items()})
-        count: Tensor = mask.sum(1)
-        return count
-
-    by_client(holder, every, drawn, kept)
-    rows: dict[str, Tensor] = tree.concatenate(found)
-    return rows
-
-
 def by_client(
     holder: Holder, every: Sequence[FederatedData], drawn: Sequence[DrawnAt], function: Callable[[list[Any]], Tree]
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order.
 
-    Arguments are those of `summed`, but for a function of all draws at some clients that returns a tree of `(K, ...)`.
+    Arguments are those of `summed`, except that the function, of all draws at some clients, returns a tree of
+    `(K, ...)`.
     """
     first = every[0]
     who = torch.stack([torch.tensor(holder.numbers), holder.names], 1)
@@ -171,7 +148,7 @@ def by_client(
 
 
 def sent_draws(holder: Holder, sent: Mapping[str, Tensor]) -> Draws:
-    """Return the draws that were sent to a holder, see `Draws.sent`, or those that it has."""
+    """Return the draws that were sent to a holder, see `Draws.sent`, or its own."""
     drawn: Draws = posterior_of(holder.algorithm).received(sent) if holder.drawn is None else holder.drawn
     return drawn
 
@@ -179,7 +156,7 @@ def sent_draws(holder: Holder, sent: Mapping[str, Tensor]) -> Draws:
 def site_draws(run: Run, drawn: Draws) -> Tensor:
     """Return draws of the coefficients of a run's sites, whose rows are at hand, `(K, S, d)`; in units of rows.
 
-    Draw s of all sites is of one draw of what they share.
+    Draw s of all sites belongs to one draw of the shared parameters.
     """
     theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [drawn.at], lambda every: every[0].theta)
     return theta

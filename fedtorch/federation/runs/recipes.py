@@ -1,7 +1,7 @@
 r"""The main flavours of federated learning as GTV minimisation: which losses, which network, which coupling.
 
-Source: Jung, "Federated learning: from theory to practice", chapter 6. Nothing here is new: each recipe is a problem,
-an algorithm or a solution that the rest of the package makes, with the arguments that make the flavour.
+Source: Jung, "Federated learning: from theory to practice", chapter 6. Each recipe combines a problem, an algorithm or
+a solution of the package with the arguments of that flavour; nothing here is new.
 
 - single model (6.2): `single_model`; for other models `ft.gtv` with a large α, or `ft.fedavg`;
 - clustered (6.3): `clustering.k_means` of `discrepancy.maximum_likelihood` or `clustering.spectral`, then `clustered`;
@@ -11,11 +11,11 @@ an algorithm or a solution that the rest of the package makes, with the argument
 - personalised (6.6): `personalised`; by a hypermodel `hypermodel` and `trained_from`;
 - few-shot (6.7): `few_shot`.
 
-Rows are (x `(d,)`, y `()`) where nothing else is said, and linear models have no intercept: give x a column of ones.
+Rows are (x `(d,)`, y `()`) unless stated otherwise, and linear models have no intercept: give x a column of ones.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (1.0, 1.1, -1.0)])
->>> labels = ft.networks.clustering.k_means(ft.networks.discrepancy.maximum_likelihood(data), 2, ft.random.key(0))
+>>> labels = ft.networks.clustering.k_means(ft.networks.discrepancy.maximum_likelihood(data), 2)
 >>> labels.tolist()
 [0, 0, 1]
 """
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
@@ -45,15 +46,16 @@ from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 __all__ = ["clustered", "clustered_by_gtv"]
+__dir__ = only(__all__)
 
 
 def single_model(problem: LinearProblem) -> Solution:
     """Return one linear model for all nodes (section 6.2): GTV minimisation in the limit α → ∞, by consensus ADMM.
 
-    The minimiser of Σ_i L_i(w) over one w, each node's mean squared error counting alike, whatever α. The network only
-    carries the messages, so a sparse one will do, a star or a ring; each connected component has a model of its own.
-    For other models take `ft.gtv(local, network, alpha)` with a large α: (3.31) bounds how far the nodes still differ,
-    and `ft.networks.diagnose(…).deviation_bound` says it.
+    The minimiser of Σ_i L_i(w) over one w, with equal weights of the nodes' mean squared errors, for any α. The network
+    only carries the messages, so a sparse one suffices, such as a star or a ring; each connected component has its own
+    model. For other models use `ft.gtv(local, network, alpha)` with a large α: (3.31) bounds the remaining differences
+    between nodes, which `ft.networks.diagnose(…).deviation_bound` returns.
 
     Args:
         problem: losses and network.
@@ -70,7 +72,7 @@ def single_model(problem: LinearProblem) -> Solution:
 
 
 def cluster_network(labels: Tensor) -> Network:
-    """A star within each cluster and nothing between them: the fewest edges that let a cluster's nodes hear each other.
+    """Build a star within each cluster and no edges between clusters: the fewest edges that connect each cluster.
 
     Args:
         labels: `(n,)` integers, the cluster of each node; its first node becomes the middle.
@@ -87,14 +89,15 @@ def cluster_network(labels: Tensor) -> Network:
 
 
 def clustered(data: FederatedData, labels: Tensor) -> Solution:
-    """Return one linear model per cluster (section 6.3), for clusters that are known or were found before.
+    """Return one linear model per cluster (section 6.3), for given clusters.
 
     `single_model` on a network that has the clusters as components.
 
     Args:
         data: a client per node.
-        labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits (`ft.networks.discrepancy.
-            maximum_likelihood`), which needs rows enough at every node, `clustering.spectral`, or from elsewhere.
+        labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits
+            (`ft.networks.discrepancy.maximum_likelihood`), which needs enough rows at every node,
+            `clustering.spectral`, or from elsewhere.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes
@@ -109,13 +112,13 @@ def clustered_by_gtv(problem: LinearProblem, rounds: int = 20_000) -> Solution:
     """Clusters and their linear models at once (section 6.3): GTV minimisation with ‖w_i − w_j‖ instead of its square.
 
     The norm makes neighbours exactly equal or lets them differ, so that `Solution.clusters` can be read off; with the
-    squared norm nodes of a cluster only come near each other, as far as (6.4) says. The number of clusters follows from
-    α. The price is a bias: each cluster is drawn to its neighbours by a force αA_ij an edge; `clustered(data, labels)`
-    with the clusters found is without it.
+    squared norm nodes of a cluster only approach each other, as far as (6.4) allows. The number of clusters follows
+    from α. The price is a bias: each cluster is pulled to its neighbours by a force αA_ij per edge;
+    `clustered(data, labels)` with these clusters has no such bias.
 
     Args:
         problem: losses, a network with more edges within clusters than between them, and α.
-        rounds: at most so many.
+        rounds: most rounds.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes
@@ -134,7 +137,7 @@ def clustered_by_gtv(problem: LinearProblem, rounds: int = 20_000) -> Solution:
 def horizontal(
     data: FederatedData, network: Network, alpha: float, unlabelled: Sequence[int] | Tensor
 ) -> LinearProblem:
-    """Return nodes with the same features, some of them without labels (section 6.4): their loss is L_i = 0.
+    """Return the problem of nodes with the same features, some without labels (section 6.4), whose loss is L_i = 0.
 
     This is semi-supervised learning: a node without labels takes the weighted mean of its neighbours' parameters. Its
     features still help to make the network, such as `ft.Network.k_nearest` of the nodes' mean features. For
@@ -142,7 +145,7 @@ def horizontal(
     `fedtorch.federation.solvers.unlabelled`.
 
     Args:
-        data: a client per node; the labels of the nodes in `unlabelled` are not looked at.
+        data: a client per node; labels of the nodes in `unlabelled` are not used.
         network: of all nodes.
         alpha: strength α of the coupling.
         unlabelled: the numbers of these nodes, `(U,)`.
@@ -164,24 +167,24 @@ def horizontal(
 def vertical(
     make: Callable[[], Regressor], x: Tensor, y: Tensor, columns: Tensor, network: Network, alpha: float
 ) -> tuple[FederatedData, Algorithm, Tensor]:
-    """Return nodes with the same examples, each with features of its own (section 6.5): predictions are coupled.
+    """Return the problem of nodes with the same examples and their own features (section 6.5), coupled by predictions.
 
-    Parameters of models with different features cannot be compared, what they predict for the shared examples can; so
-    the variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node, which
-    regression trees never split at and least squares gives no weight. Run it with `run = ft.run(algorithm,
-    ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(run)`. Where one party only has the labels,
-    or predictions must not be compared, see `fedtorch.vfl`.
+    Parameters of models with different features cannot be compared, but predictions for the shared examples can; the
+    variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node:
+    regression trees never split at them, and least squares gives them no weight. Run it with
+    `run = ft.run(algorithm, ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(run)`. If one party
+    only has the labels, or predictions must not be compared, see `fedtorch.vfl`.
 
     Args:
         make: a new regressor, such as a scikit-learn tree.
         x: `(m, d')` the features of all examples.
-        y: `(m,)` their labels, which every node knows.
+        y: `(m,)` their labels, known to every node.
         columns: `(n, d')` bool, which features each node has.
         network: of the n nodes.
         alpha: strength α of the coupling.
 
     Returns:
-        data with a client per node, the algorithm, and its inputs `(n, m, d')`, x as each node sees it.
+        data with a client per node, the algorithm, and its inputs `(n, m, d')`, x in each node's features.
 
     >>> import torch, fedtorch as ft
     >>> from sklearn.linear_model import LinearRegression
@@ -207,11 +210,11 @@ def vertical(
 def personalised(local: LocalSolver, network: Network, alpha: float, shared: str | Sequence[str]) -> Algorithm:
     """Networks whose first layers are coupled and whose last are personal (section 6.6): (6.5) with parts by name.
 
-    `ft.gtv` with a mapping of patterns to strengths; pass one with several entries for parts that are coupled with
-    different strengths. What no pattern matches never leaves its node. The same on a star is `ft.personal_layers`.
+    `ft.gtv` with a mapping of patterns to strengths; use several entries for parts with different coupling strengths.
+    Parameters that no pattern matches never leave their node. The same on a star is `ft.personal_layers`.
 
     Args:
-        local: how a node works on its own problem.
+        local: solver of a node's own problem.
         network: of the nodes.
         alpha: strength α of the coupling.
         shared: shell patterns of the names of coupled parameters, such as `"body.*"`.
@@ -231,7 +234,7 @@ def hypermodel(data: FederatedData, vectors: Tensor) -> Tensor:
 
     H minimises Σ_i L_i(H z_i), which is learning a single model: :math:`x'Hz = \langle H, x z' \rangle`, so that it is
     `single_model` with the products of features and z as features. Then every node trains from there by `trained_from`,
-    and a new node that has only its z starts at H z too.
+    and a new node with only its z starts at H z too.
 
     Source: Shamsian et al. (2021), "Personalized federated learning using hypernetworks", with a linear hypernetwork of
     given node vectors.
@@ -260,16 +263,16 @@ def hypermodel(data: FederatedData, vectors: Tensor) -> Tensor:
 
 
 def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Tensor) -> Tree:
-    """Return every node's parameters after one call of its local solver from a start of its own (section 6.6).
+    """Return every node's parameters after one call of its local solver from its own start (section 6.6).
 
-    With a few gradient steps this is the second half of learning with a hypermodel; the steps decide how far a node
-    goes its own way.
+    With a few gradient steps this is the second half of learning with a hypermodel; more steps move a node further from
+    the common model.
 
     Args:
-        local: how a node works on its own problem.
+        local: solver of a node's own problem.
         starts: `(n, ...)` parameters by name.
         data: a client per node.
-        key: of what is random in training.
+        key: random key of the training.
 
     Returns:
         parameters by name, `(n, ...)`.
@@ -292,7 +295,7 @@ def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Ten
 def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProblem:
     r"""Return detectors of many categories, some with few examples or none, over a network of categories (section 6.7).
 
-    Node c is a category, edges say which are alike, and w_c scores how much x looks like it:
+    Node c is a category, edges join similar categories, and w_c scores the similarity of x to it:
 
     .. math:: L_c(w) = \frac{1}{2 m_c} \sum_{y_r = c} (1 - w'x_r)^2 + \frac{1}{2 (m - m_c)} \sum_{y_r \ne c} (w'x_r)^2,
 

@@ -1,6 +1,6 @@
-"""What a run keeps, and what it has to agree with to go on from it.
+"""State of a run in a checkpoint, and the settings that must match when it is resumed.
 
-A checkpoint belongs to a run with the same settings on the same rows, by `fingerprint` and by what the population notes
+A checkpoint belongs to a run with the same settings on the same rows, by `fingerprint` and by the population's digests
 of its rows.
 """
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from fedtorch.data import Design
 
 _COUNTS = ("number", "bytes_up", "bytes_down")
-_MANY = 2**14  # of so many clients, a few were once drawn one after the other
+_MANY = 2**14  # from this many clients on, some draws once depended on the clients' order
 
 
 class Resumable:
-    """The part of a `Run` that is saved, and goes on from what was."""
+    """The part of a `Run` that saves and resumes it."""
 
     algorithm: Algorithm
     population: Population
@@ -57,7 +57,7 @@ class Resumable:
 
     @property
     def outbox(self) -> Tree:
-        """Return what the server sends out now."""
+        """Return the server's current broadcast."""
         raise NotImplementedError
 
     @property
@@ -71,7 +71,7 @@ class Resumable:
     def state_dict(self) -> dict[str, Tensor]:
         """Return all a resumed run needs, flat: server and clients' states, round, bytes, history, recorders.
 
-        Over ranks it is called on all of them, and each gets the whole.
+        With several ranks it is called on all of them, and each gets the whole state.
         """
         flat = {f"clients.{name}": leaf for name, leaf in self.clients.state_dict().items()}
         flat.update(tree.flatten(tree.to(self.server, "cpu", copy=True), "server"))
@@ -89,14 +89,14 @@ class Resumable:
     def load_state_dict(
         self, flat: Mapping[str, Tensor], *, anyway: bool = False, joined: Literal["new"] | None = None
     ) -> None:
-        """Go on from what `state_dict` returned.
+        """Resume from the result of `state_dict`.
 
         Args:
-            flat: of a run of the same algorithm, settings, rows, population, cohort, faults and seed; chunks, device
-                and number of ranks may differ.
-            anyway: whether other settings and rows are taken all the same.
-            joined: "new" takes clients beyond those of the checkpoint as new ones: they are in the initial state, and
-                count in totals as clients do that have not been asked yet.
+            flat: state of a run of the same algorithm, settings, rows, population, cohort, faults and seed; chunks,
+                device and number of ranks may differ.
+            anyway: whether to accept other settings and rows.
+            joined: "new" accepts clients beyond those of the checkpoint: they are in the initial state, and count in
+                totals like clients that have not been asked yet.
 
         Raises:
             ValueError: it belongs to another run.
@@ -140,16 +140,16 @@ class Resumable:
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(names)}
 
     def _drawn(self, names: tuple[str, ...]) -> dict[str, str]:
-        """Return how draws are made, where they are not what they were when clients' places made them.
+        """Return the version of random draws, if it differs from draws by the clients' positions.
 
-        Those of clients without names are, but for faults and for a few of very many clients.
+        For clients without names the draws are unchanged, except for faults and for a few of very many clients.
         """
         few = isinstance(self.cohort, int) and len(names) >= _MANY
         same = self.faults is None and not few and numbers(names).equal(torch.arange(len(names)))
         return {} if same else {"draws": "by the clients' names"}
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file that appears whole under its name; over ranks, called on all of them.
+        """Write a safetensors file, which gets its name only when complete; with several ranks, call it on all.
 
         The server of a run over sites writes it for its owner alone.
         """
@@ -161,12 +161,12 @@ class Resumable:
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False, joined: Literal["new"] | None = None) -> Self:
-        """Go on from what `save` or a Trainer wrote, and return itself; see `load_state_dict`."""
+        """Resume from a file of `save` or a Trainer, and return itself; see `load_state_dict`."""
         self.load_state_dict(checkpoint.read_run(path), anyway=anyway, joined=joined)
         return self
 
     def _check_rows(self, before: Mapping[str, Tensor], clients: int) -> None:
-        """Refuse other rows of the clients that were there, as far as they are noted."""
+        """Refuse changed rows of the earlier clients, as far as their digests are known."""
         from fedtorch.data.digests import different
 
         names = self.population.names
@@ -177,7 +177,7 @@ class Resumable:
             )
 
     def _total_anew(self) -> Tree:
-        """Return the total of what all clients tell, of those that join what they tell in the initial state."""
+        """Recompute the total of all clients' contributions; joining clients contribute their initial state."""
         total = self.clients.total()
         if total is None:
             raise ValueError(

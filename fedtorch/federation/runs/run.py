@@ -1,7 +1,7 @@
-"""A run: everything that goes round by round.
+"""A run: the state and the loop over rounds.
 
-A round is sample, outbox, scatter, client, gather, server, commit. A `Run` holds where it stands, what has happened and
-who records it; research code steps through it, `ft.run` goes to the end, a Lightning `Trainer` drives a `Federation`.
+A round is sample, outbox, scatter, client, gather, server, commit. A `Run` has the present state, the history and the
+recorders; research code steps through it, `ft.run` runs to the end, a Lightning `Trainer` drives a `Federation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
-from fedtorch._representation import run_line
+from fedtorch._representation import run_html, run_line
 from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
@@ -39,35 +39,35 @@ if TYPE_CHECKING:
 
     from fedtorch.tables.result_frame import ResultFrame
 
-TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
+# rounds after which totals are recomputed from the clients' contributions, to remove accumulated rounding
+TOTAL_ANEW = 100
 
 Until = Callable[[History], bool]
 
 
 class Run(Scored, Resumable):
-    """A run of an algorithm on a population, begun and not yet stepped.
+    """A run of an algorithm on a population, before its first step.
 
     Args:
-        algorithm: what clients and server compute.
-        population: who computes, and where.
-        parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round, drawn uniformly without replacement; which, by their
-            ids; or a function of the round's key and of the number of rounds before it, called once a round, such as
-            `ft.poisson_cohort`; None asks everybody.
-        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
-        seed: of all randomness.
-        record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
-        keep_losses: how many of the clients' latest training losses are kept for `client_losses`, 8 bytes each.
+        algorithm: computations of clients and server.
+        population: the clients, and where they run.
+        parameters: start of training; default: the algorithm's own start.
+        cohort: clients asked in each round: a number, drawn uniformly without replacement; their ids; or a function of
+            the round's key and number, called once a round, such as `ft.poisson_cohort`; None asks all.
+        faults: simulated faults; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
+        seed: seed of all randomness.
+        record: recorders that follow the run, such as an `ft.Sampler`; their states are part of the run's.
+        keep_losses: number of the clients' latest training losses stored for `client_losses`, 8 bytes each.
         on_bad_message: whether a message with NaN, Inf or a negative weight, or a client whose loader or training
-            fails, stops the run before anything of its round is kept, or is left out, as if it were lost.
+            fails, stops the run before its round is committed, or is dropped, as if it were lost.
 
     Attributes:
         number: rounds done.
         server: the server's state.
         clients: the population's clients, bound to the algorithm.
         last: the last round that was done here, None before.
-        goal: rounds in all that it was told to do last, None where nobody has said.
-        ended: why it stopped before the rounds that it was given, "" where it did not.
+        goal: rounds in all that it was told to do last, None if nobody has said.
+        ended: reason why it stopped before the requested rounds, "" if it did not.
 
     Raises:
         ValueError: no parameters to start from, a cohort larger than the population, clients that cannot take part.
@@ -177,6 +177,7 @@ class Run(Scored, Resumable):
             torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
             self.tensors,
+            self.population.names,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -184,14 +185,14 @@ class Run(Scored, Resumable):
         return self.last
 
     def _turn(self, done: int, **ask: Any) -> Turn:
-        """Return the turn of all clients after so many rounds."""
+        """Return the turn of all clients after a number of rounds."""
         return Turn(self._keys(done).client, done, **ask, names=self._names, goal=self.goal)
 
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
-        """Go on, and yield after each round, until `rounds` are done in all or `until(history)` holds.
+        """Continue, and yield after each round, until `rounds` are done in total or `until(history)` holds.
 
-        It also ends before a round that the algorithm's budget does not allow. Both ends are those of the run and not
-        of the call: a run that was stopped and resumed ends where it would have.
+        It also ends before a round that would exceed the algorithm's budget. Both conditions refer to the whole run: a
+        run that was stopped and resumed ends where an uninterrupted one would.
 
         Raises:
             ValueError: neither is given.
@@ -214,6 +215,9 @@ class Run(Scored, Resumable):
     def __repr__(self) -> str:
         return run_line("Run", self, self.algorithm.settings, f"{len(self.population.names)} clients")
 
+    def _repr_html_(self) -> str:
+        return run_html("Run", self, self.algorithm.settings, f"{len(self.population.names)} clients")
+
     def __iter__(self) -> Iterator[Round]:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
 
@@ -224,11 +228,11 @@ class Run(Scored, Resumable):
             aggregate = aggregate.fresh
         self.server = self.algorithm.server(self.server, aggregate, key)
 
-    # -- what came out ---------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per round: who was asked, who answered, losses, reports, bytes, time.
+        """Return a row per round: clients asked, clients that answered, losses, reports, bytes, time.
 
         See `fedtorch.history.History.frame`.
         """
@@ -240,17 +244,17 @@ class Run(Scored, Resumable):
         return self.log.losses(self.population.names)
 
     def summary(self, level: float = 0.95, **options: Any) -> ResultFrame:
-        """Return what the run has found of its coefficients: `estimate`, `sd`, interval (`low`, `high`), `n`.
+        """Return estimates of the coefficients: `estimate`, `sd`, interval (`low`, `high`), `n`.
 
         Rows are named by coefficient. `sd(age)` is the sd of a coefficient over clients, `cor(age, sex)` a correlation
-        there, `sigma` the sd of the noise; `n` counts the rows that a number is estimated from, and clients, of what
-        differs between them. Of draws there are `r_hat` and `ess`, ArviZ's. The frame writes itself as a table:
-        `to_markdown()`, `to_html()`, `to_latex()`. Where clients have agreed on a formula, means and sds of its columns
+        there, `sigma` the sd of the noise; `n` counts the rows behind an estimate, or the clients for parameters of
+        their variation. Fits by draws have ArviZ's `r_hat` and `ess`. The frame converts itself to a table:
+        `to_markdown()`, `to_html()`, `to_latex()`. If clients have agreed on a formula, means and sds of its columns
         are printed below it, "age: 50 ± 10", and are in `attrs["scales"]`.
 
         Args:
-            level: of the intervals.
-            options: of the algorithm; of `ft.ep` `given=corrected(run)` and `tolerance=`.
+            level: probability of the intervals.
+            options: the algorithm's; for `ft.ep` `given=corrected(run)` and `tolerance=`.
 
         Raises:
             TypeError: an algorithm without a posterior.
@@ -274,14 +278,14 @@ class Run(Scored, Resumable):
         return table
 
     def disclosure(self, brief: bool = False) -> pd.DataFrame:
-        """Return what leaves a client or a site in this run, a row for each field of what it says.
+        """Return the disclosed fields of a client or a site in this run, one row for each.
 
-        Columns: `message` in which it leaves, `field`, `shape`, `of` (a client, a site's sum, a sum under masks),
-        `exactness` (exact, rounded, noised), `reader`, what that `learns` at worst, by which `attack`, what `helps`.
-        See `fedtorch.federation.disclosure`.
+        Columns: `message` that contains it, `field`, `shape`, `of` (a client, a site's sum, a sum under masks),
+        `exactness` (exact, rounded, noised), `reader`, the worst that the reader `learns`, by which `attack`, and the
+        protection that `helps`. See `fedtorch.federation.disclosure`.
 
         Args:
-            brief: whether fields that are alike have one row, which names the first of them in `fields`.
+            brief: whether similar fields share a row, with the first of them in `fields`.
 
         Example:
             >>> import torch, fedtorch as ft
@@ -296,7 +300,7 @@ class Run(Scored, Resumable):
 
     @property
     def outbox(self) -> Tree:
-        """Return what the server sends out now."""
+        """Return the server's current broadcast."""
         return self.algorithm.outbox(self.server)
 
     def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
@@ -329,7 +333,7 @@ class Run(Scored, Resumable):
 
 
 def _left(until: Until, log: History) -> float | None:
-    """Return how many rounds are left by the trend of `until`, if it tells one."""
+    """Return the predicted number of remaining rounds, if `until` has an estimate."""
     trend = getattr(until, "left", None)
     return None if trend is None else trend(log)
 
@@ -347,7 +351,7 @@ def run(
     record: Recorder | Sequence[Recorder] = (),
     progress: bool = True,
 ) -> Run:
-    """Return a `Run` that has done its rounds and, with `progress`, shown how far it was; see `Run` and `Run.rounds`.
+    """Build a `Run`, do its rounds with a progress bar if wanted, and return it; see `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.

@@ -1,9 +1,9 @@
 """Recording a sampling algorithm: burn-in, thinning, summaries on the way, draws on disk, diagnostics.
 
-A `Sampler` follows a run whose server keeps draws of several chains (`ft.gibbs`), and watches some of them. Means
-and variances are kept up as draws arrive (Welford, "Note on a method for calculating corrected sums of squares and
-products", Technometrics 4, 1962), so a long run need not keep its draws; those that are kept lie in memory or as
-safetensors files in a folder. A sampler is part of its run's checkpoints, so that it goes on with it, bit for bit.
+A `Sampler` follows a run whose server keeps draws of several chains (`ft.gibbs`), and records some variables. Means and
+variances are updated as draws arrive (Welford, "Note on a method for calculating corrected sums of squares and
+products", Technometrics 4, 1962), so a long run need not store its draws; stored draws are in memory or in safetensors
+files in a folder. A sampler is part of its run's checkpoints, and resumes with it, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Draws = dict[str, Tensor]
 
-SITES = "sites."  # before the names of what clients have drawn
+SITES = "sites."  # prefix of the names of clients' variables
 _OF_SITES = ("theta", "intercept", "noise")
 _FEWEST = 8  # draws of a chain that diagnostics need
 
@@ -46,7 +46,7 @@ class RunningMoments(NamedTuple):
 
 
 def global_variables(round: Round) -> Draws:
-    """Return the server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
+    """Return the server's variables by name, `(C, ...)` each; if they name their `quantities`, those of the model.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -78,11 +78,11 @@ class Sampler:
 
     Args:
         burn_in: rounds that are not watched.
-        thin: of the rounds after that, every so many are.
-        watch: a round -> what to watch by name, `(C, ...)` each; default: `global_variables`. It may read clients'
-            own variables from `round.clients` in research; in a federation they stay where they are.
-        keep: whether draws are kept, not only their moments.
-        folder: where draws are kept as files of `block` draws each, for this user alone, instead of in memory.
+        thin: one of this many rounds is recorded.
+        watch: a round -> variables by name, `(C, ...)` each; default: `global_variables`. In research it may read
+            clients' own variables from `round.clients`; in a federation they are not available.
+        keep: whether draws are stored, not only their moments.
+        folder: folder for draws, as files of `block` draws each, readable by this user alone; default: in memory.
         block: draws per file.
         sites: whether the coefficients of every client are watched too, as `sites.theta`, for `ft.inference.ranef` and
             `predict`; in populations that have their clients' variables.
@@ -122,11 +122,11 @@ class Sampler:
         self.moments: dict[str, RunningMoments] = {}
         self._watch, self._keep, self._block, self._sites = watch, keep, block, sites
         self._folder = None if folder is None else Path(folder)
-        self._recent: list[Draws] = []  # those that are not in a file
+        self._recent: list[Draws] = []  # draws that are not yet in a file
         self._files = 0
 
     def record(self, round: Round) -> None:
-        """Take in a round, if it is one of those that are watched."""
+        """Record a round, if it is one of those to record."""
         after = round.number - self.burn_in
         if after <= 0 or after % self.thin:
             return
@@ -152,7 +152,7 @@ class Sampler:
         assert self._folder is not None
         return self._folder / f"draws-{number:06d}.safetensors"
 
-    # -- what came out ---------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def mean(self) -> Draws:
         """Return the posterior means over all chains, without the chains' dimension."""
@@ -168,7 +168,7 @@ class Sampler:
         return deviations
 
     def draws(self) -> Draws:
-        """Return the draws that were kept, `(C, T, ...)` by name."""
+        """Return the stored draws, `(C, T, ...)` by name."""
         self._watched()
         if not self._keep:
             raise ValueError("Expected draws that were kept, but got keep=False; pass keep=True, or use the moments")
@@ -179,7 +179,7 @@ class Sampler:
         return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
 
     def inference_data(self) -> Any:
-        """Return the draws for ArviZ, group `posterior`, variables named as they are watched.
+        """Return the draws for ArviZ, group `posterior`, with the names of the recorded variables.
 
         That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
         """
@@ -192,10 +192,10 @@ class Sampler:
         """
         az, data = load_arviz(), self.inference_data()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
+            warnings.simplefilter("ignore", RuntimeWarning)  # a constant, such as γ = 1, has no R-hat
             if not _is_new(az):
                 return az.summary(data, hdi_prob=0.95, round_to="none")
-            with az.rc_context({"stats.ci_prob": 0.95}):  # of the interval, and of the tails whose effective size it is
+            with az.rc_context({"stats.ci_prob": 0.95}):  # of the interval, and of the tails of `ess_tail`
                 table = az.summary(data, ci_kind="hdi", round_to="none")
         return table.rename(columns={"hdi95_lb": "hdi_2.5%", "hdi95_ub": "hdi_97.5%"})
 
@@ -230,10 +230,10 @@ class Sampler:
         return {**flat, "files": torch.tensor(self._files)}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned.
+        """Resume from the result of `state_dict`.
 
         Raises:
-            ValueError: it is of a sampler with other settings.
+            ValueError: the sampler had other settings.
         """
         mine = self._settings()
         other = {name: flat[name].item() if name in flat else None for name in mine}
@@ -282,7 +282,7 @@ def diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
         return nothing, nothing
     az = load_arviz()
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
+        warnings.simplefilter("ignore")  # neither a constant nor a single chain has an R-hat
         ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
         rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
     return rhat, ess
@@ -291,12 +291,12 @@ def diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
 def arviz_of(
     draws: Draws, coords: Mapping[str, Sequence[str]] | None = None, dims: Mapping[str, Sequence[str]] | None = None
 ) -> Any:
-    """Return draws `(C, T, ...)` by name for ArviZ, with names of their dimensions and what stands along them."""
+    """Return draws `(C, T, ...)` by name for ArviZ, with names of dimensions and coordinates."""
     az, arrays = load_arviz(), {name: leaf.numpy() for name, leaf in draws.items()}
     named = {"coords": {name: list(each) for name, each in (coords or {}).items()}, "dims": dict(dims or {})}
     return az.from_dict({"posterior": arrays}, **named) if _is_new(az) else az.from_dict(posterior=arrays, **named)
 
 
 def _is_new(az: Any) -> bool:
-    """Return whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    """Return whether ArviZ is 1.0 or later, which has other arguments and results."""
     return int(az.__version__.partition(".")[0]) >= 1

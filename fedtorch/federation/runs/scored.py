@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from fedtorch.federation.runs.own_steps import OwnSteps
     from fedtorch.metrics.scores import Score
 
-_TOGETHER = 64  # clients whose tensors are asked for at once
+_TOGETHER = 64  # clients whose tensors are fetched together
 _NAMED = 3  # clients in a message
-_KEY = -1  # of the draws of evaluation; those of rounds have the numbers of rounds
+_KEY = -1  # key of the draws in evaluation; those of rounds are the numbers of rounds
 
 
 class Scored:
@@ -49,11 +49,11 @@ class Scored:
     number: int
     seed: int
     _newcomers: Newcomers
-    _warned = False  # of scores without noise
+    _warned = False  # about scores without noise
 
     @property
     def outbox(self) -> Tree:
-        """Return what the server sends out now."""
+        """Return the server's current broadcast."""
         raise NotImplementedError
 
     def evaluate(
@@ -63,42 +63,43 @@ class Scored:
         split: Split = inputs_and_targets,
         unseen: bool = False,
         *,
-        step: Literal["validation", "test"] = "validation",
+        stage: Literal["validate", "test"] = "validate",
         batch_size: int | None = None,
         trainer: Any = None,
     ) -> dict[str, Score]:
         """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
 
-        Without `metrics` they are what the LightningModule's own `validation_step` or `test_step` logs, and the hooks
-        around it, such as `on_validation_epoch_end`; of a client, what a Trainer reports on its batches. Over all
+        Without `metrics` they are the logs of the LightningModule's own `validation_step` or `test_step`, and of the
+        hooks around it, such as `on_validation_epoch_end`; for a client, a Trainer's report on its batches. Over all
         clients numbers are reduced over all batches, and metrics are those of all rows, not the clients' means.
 
-        Scores have no noise, also of a private algorithm: its ε is about what training tells, and not about these.
-        Publish scores of rows that nobody has to protect, or count them as told. Scores of the rows in memory that a
-        private run trains on warn once.
+        Scores have no noise, even for a private algorithm: its ε covers training and not these scores. Publish scores
+        of rows that need no protection, or count them as disclosed. Scores of the rows in memory that a private run
+        trains on warn once.
 
         Args:
-            data: rows of the run's clients; or their loaders, which say how large batches are.
+            data: rows of the run's clients; or their loaders, which define the batches.
             metrics: by name: torchmetrics, `MetricCollection`s, `ft.metrics`, a loss such as
                 `torch.nn.functional.mse_loss`, or a function. A function is called with one client's own predictions
-                and targets, `(N, ...)` without padding, as `loss=` is. It returns a value per row, `(N,)`, of which the
-                mean is taken over a client's rows and over all; or one number or a tree of tensors, which are those of
-                each client's rows, and of all clients' rows one after the other.
+                and targets, `(N, ...)` without padding, like `loss=`. It returns a value per row, `(N,)`, whose mean is
+                taken over a client's rows and over all rows; or one number or a tree of tensors for a client's rows,
+                and, for all clients, for their rows one after the other.
             split: rows -> (inputs, targets), for `metrics`. Inputs that are a dict are arguments of the module's
                 `forward` by name; targets that are a dict are those of a torchmetrics metric's `update`.
-            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
-            step: whose logs, without `metrics`.
-            batch_size: rows of a client that are evaluated at once; default: all of them.
-            trainer: what the module's own steps find as `self.trainer`; default: one that knows the rounds done.
+            unseen: whether `data` are the rows of other clients, which start like the run's did.
+            stage: without `metrics`, the step whose logs are returned: that of "validate" or of "test".
+            batch_size: rows of a client in one evaluation batch; default: all of them.
+            trainer: `self.trainer` in the module's own steps; default: one with the number of finished rounds.
 
         Raises:
-            ValueError: no metrics, and a module without such a step; or a step that is none.
+            ValueError: no metrics, and a module without such a step; or another stage.
         """
-        if step not in ("validation", "test"):
-            raise ValueError(f"Expected step='validation' or step='test', but got {step!r}; run.predict(data) predicts")
+        if stage not in ("validate", "test"):
+            raise ValueError(f"Expected stage='validate' or 'test', but got {stage!r}; run.predict(data) predicts")
         _check_order(data, self.population.names, unseen)
         self._warn_of_training_rows(data)
         if metrics is None:
+            step = "validation" if stage == "validate" else stage
             return _own(self, step, trainer).scores(partial(client_batches, self, data, unseen, batch_size))
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
@@ -122,10 +123,10 @@ class Scored:
         The result has `training`, `validation`, `reference` and `verdict`, and prints as the verdict.
 
         Args:
-            validation: rows of the run's clients that training has not seen.
+            validation: rows of the run's clients outside training.
             error: a metric as for `evaluate`, of which less is better, at least 0.
             reference: the error that can be reached: of a probabilistic model, another method or people.
-            training: the rows of training; default: those of the population, where they are in this process.
+            training: the rows of training; default: those of the population, if they are in this process.
             much: the factor from which an error counts as much larger than another.
 
         Raises:
@@ -176,16 +177,16 @@ class Scored:
         batch_size: int | None = None,
         trainer: Any = None,
     ) -> dict[str, list[Any]]:
-        """Return what every client's model predicts for its rows of `data`: by client, an output for each batch.
+        """Return the predictions of every client's model for its rows of `data`: by client, an output for each batch.
 
-        It is what the LightningModule's own `predict_step` returns. A module without one is called on the inputs of
-        `split`; by default they are the first of rows `(inputs, targets)`, and rows of other forms as they are.
+        The outputs are those of the LightningModule's own `predict_step`. A module without one is called on the inputs
+        of `split`; by default they are the first of rows `(inputs, targets)`, and rows of other forms unchanged.
 
         Args:
             data: rows of the run's clients.
             split: rows -> (inputs, targets), for a module without `predict_step`.
             unseen: whether `data` are the rows of other clients.
-            clients: numbers of those that predict; default: all.
+            clients: indices of the clients; default: all.
             batch_size: rows that are predicted at once; default: all of a client's.
             trainer: as in `evaluate`.
 
@@ -205,7 +206,7 @@ class Scored:
 def predictor_of(
     run: Scored, split: Callable[[Tree], tuple[Tree, Any]] | None, trainer: Any
 ) -> Callable[[ClientBatches], list[Any]]:
-    """Return what predicts for a client: the outputs of its batches; see `Scored.predict`."""
+    """Return the function that predicts for a client: the outputs of its batches; see `Scored.predict`."""
     from fedtorch.federation.runs.own_steps import has_step
 
     if has_step(run.algorithm.module, "predict"):
@@ -234,7 +235,7 @@ def client_batches(
     batch_size: int | None = None,
     some: Sequence[int] | None = None,
 ) -> Iterator[ClientBatches]:
-    """Yield clients as they are evaluated, with their tensors and their rows of `data` in batches.
+    """Yield clients for evaluation, with their tensors and their rows of `data` in batches.
 
     Raises:
         ValueError: the rows are not those of the run's clients.
@@ -306,7 +307,7 @@ def _models(run: Scored, ids: Tensor, unseen: bool) -> Tree:
 
 
 def _batches(rows: Tree, size: int | None) -> Iterator[tuple[Tree, int]]:
-    """Yield a client's rows in order, so many at a time, with their number."""
+    """Yield a client's rows in order, in batches, with their numbers of rows."""
     total = len(tree.leaves(rows)[0])
     step = size or max(total, 1)
     for start in range(0, total, step):
@@ -324,10 +325,10 @@ def _loaded(data: FederatedLoaders, client: int, seed: int) -> Iterator[tuple[An
     try:
         for batch in data.batches(client, seed):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of several tensors with different numbers of rows
+                warnings.simplefilter("ignore")  # about tensors with different numbers of rows
                 try:
                     rows = extract_batch_size(batch)
-                except Exception:  # of objects, or without a tensor
+                except Exception:  # batches of objects, or without a tensor
                     rows = 1
             yield batch, rows
     except BadClients as error:

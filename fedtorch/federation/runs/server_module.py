@@ -1,7 +1,7 @@
-"""The module that a server holds: which of its tensors, and which only clients have.
+"""The server's copy of a run's module: which tensors the server has, and which exist only at clients.
 
-What a client predicts with comes from what the server sends out, from the client's own state, and from the module
-itself, whose frozen parameters and buffers no training changes. A server has a whole model where clients add nothing.
+A client predicts with the tensors that the server broadcasts, with its own state, and with the module's frozen
+parameters and buffers. The server has a complete model if clients contribute no tensors of their own.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from fedtorch import checkpoint, functional, tree
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.tree import Tree
 
-ENTRY = "module"  # of a checkpoint: the bytes of JSON that say what the server holds
-_NAMED = 3  # tensors in a message
+ENTRY = "module"  # checkpoint entry: JSON that describes the server's module
+_NAMED = 3  # most tensor names in a message
 
 Layers = Mapping[str, Mapping[str, str]]  # as `functional.layers` returns them
 
 
 class ServerModule(NamedTuple):
-    """Hold what a server knows of a module.
+    """The tensors of a module that the server has.
 
     Attributes:
-        tensors: by the module's names, those that the server holds.
-        lacks: names of those that it does not, but clients predict with.
+        tensors: those that the server has, by the module's names.
+        lacks: names of tensors that clients predict with and the server does not have.
     """
 
     tensors: dict[str, Tensor]
     lacks: tuple[str, ...]
 
     def check_whole(self, module: nn.Module) -> None:
-        """Raise ValueError where a model of `module` has parts that the server lacks."""
+        """Raise ValueError if the server lacks parts of a model of `module`."""
         if self.lacks:
             names = ", ".join(self.lacks[:_NAMED]) + (", …" if len(self.lacks) > _NAMED else "")
             buffers = {name for name, _ in module.named_buffers()}.intersection(self.lacks)
@@ -64,40 +64,40 @@ class Modules:
         """Return the algorithm's module.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the algorithm has none.
         """
         if self._algorithm.module is None:
             raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
         return self._algorithm.module
 
     def of_server(self, outbox: Tree) -> ServerModule:
-        """Return what the server holds that sends out `outbox`."""
+        """Return the tensors of the server that broadcasts `outbox`."""
         named = functional.tensors(self.module)
         sent = getattr(outbox, "parameters", outbox)
         held = {name: _whole(leaf, named.get(name)) for name, leaf in sent.items()} if isinstance(sent, dict) else {}
         if any(name not in named or leaf.shape != named[name].shape for name, leaf in held.items()):
-            held = {}  # of another kind, or a row for each client
+            held = {}  # of another dtype, or with a row per client
         used = set(functional.parameters(self.module))
         if held:
             used |= named.keys() & self._predicts_with(outbox)
-        # Counters do not predict, and bounds at infinity are the module's own.
+        # Counters do not affect predictions, and infinite bounds are the module's own.
         numbers = lambda tensor: tensor.is_floating_point() or tensor.is_complex()
         matters = lambda tensor: numbers(tensor) and bool(tensor.isfinite().all())
         return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
 
     def _predicts_with(self, outbox: Tree) -> set[str]:
-        """Return the names of the tensors of server and states that a client predicts with, asked of no client."""
+        """Return the names of the tensors in server and client states that a client predicts with."""
         nobody = self._algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
         return set(dict(self._algorithm.model(*nobody)))
 
     def check(self, flat: Mapping[str, Tensor], outbox: Tree) -> None:
-        """Refuse a checkpoint of another module: of other layers or settings of theirs, or with other frozen tensors.
+        """Refuse a checkpoint of another module: other layers, layer settings or frozen tensors.
 
-        Of torch's layers the settings are compared that both versions of torch know. Older checkpoints say nothing of
+        Settings of torch's layers are compared if both versions of torch have them. Older checkpoints have no entry for
         layers.
 
         Raises:
-            ValueError: something differs, the first by name.
+            ValueError: names the first difference.
         """
         if ENTRY not in flat or self._algorithm.module is None:
             return
@@ -117,11 +117,11 @@ class Modules:
         return self._checksums[name]
 
     def entries(self, outbox: Tree, server: Tree) -> dict[str, Tensor]:
-        """Return what a checkpoint says of it, flat: the names of the server's tensors, and those that are none of its.
+        """Build the checkpoint entries for the module: names of the server's tensors, and checksums of frozen tensors.
 
         Args:
-            outbox: what the server sends out.
-            server: its state, whose leaves are in the checkpoint.
+            outbox: the server's broadcast.
+            server: the server's state, whose leaves are in the checkpoint.
         """
         if self._algorithm.module is None:
             return {}
@@ -129,7 +129,7 @@ class Modules:
         places = {id(leaf): name for name, leaf in tree.flatten(server, "server").items()}
         names = {name: places.get(id(leaf), f"{ENTRY}.{name}") for name, leaf in holds.tensors.items()}
         own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.lacks}
-        said = {
+        entry = {
             "class": type(self.module).__name__,
             "tensors": names,
             "lacks": holds.lacks,
@@ -137,22 +137,22 @@ class Modules:
             "layers": self._layers,
         }
         computed = {names[n]: leaf.detach().cpu() for n, leaf in holds.tensors.items() if id(leaf) not in places}
-        return {ENTRY: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8), **computed}
+        return {ENTRY: torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8), **computed}
 
 
 class SavedModule(NamedTuple):
-    """Hold what a checkpoint says of a module."""
+    """Description of a module in a checkpoint."""
 
-    kind: str  # its class
+    kind: str  # class name
     holds: ServerModule
-    own: dict[str, int | None]  # checksums of the tensors that no training changes, by name
+    own: dict[str, int | None]  # checksums of tensors that training does not change, by name
 
 
 def read(flat: Mapping[str, Tensor]) -> SavedModule:
-    """Return what a checkpoint's `entries` say.
+    """Read the description from a checkpoint's `entries`.
 
     Raises:
-        ValueError: they are not there.
+        ValueError: the entries are missing.
     """
     if ENTRY not in flat:
         raise ValueError(
@@ -170,7 +170,7 @@ def _said(flat: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _as_known(theirs: Layers, mine: Layers) -> tuple[dict[str, str], dict[str, str]]:
-    """Return layers of a checkpoint and of this run, flat, with the settings that both have of the same class."""
+    """Flatten the layers of a checkpoint and of this run, with the settings that both have for the same class."""
     flat: tuple[dict[str, str], dict[str, str]] = {}, {}
     for layers, other, names in zip((theirs, mine), (mine, theirs), flat):
         for name, settings in layers.items():
@@ -182,12 +182,12 @@ def _as_known(theirs: Layers, mine: Layers) -> tuple[dict[str, str], dict[str, s
     return flat
 
 
-def _whole(leaf: Tensor, own: Tensor | None) -> Tensor:
-    """Return a tensor of a server as a module has it: an averaged buffer that began at infinity travels in parts."""
-    if own is None or leaf.shape == own.shape or bool(own.isfinite().all()):
+def _whole(leaf: Tensor, original: Tensor | None) -> Tensor:
+    """Return a server's tensor in the module's form: a buffer with infinite entries is averaged in two parts."""
+    if original is None or leaf.shape == original.shape or bool(original.isfinite().all()):
         return leaf
-    parts = functional.finite_parts(own)
+    parts = functional.finite_parts(original)
     if leaf.shape != parts.shape:
         return leaf
     numbers = functional.from_finite_parts(leaf)
-    return (torch.view_as_complex(numbers) if own.is_complex() else numbers).to(own.dtype)
+    return (torch.view_as_complex(numbers) if original.is_complex() else numbers).to(original.dtype)

@@ -1,1 +1,1 @@
-"""Local solvers: how a client works on its own problem, given what the others think (`Quadratic`)."""
+"""Local solvers: minimisation of a client's own loss plus a `Quadratic`."""

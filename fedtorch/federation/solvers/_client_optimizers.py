@@ -1,8 +1,8 @@
-"""One optimiser for each client of a stack, for optimisers that may look across the rows of a stack.
+"""One optimiser for each client of a stack, for optimisers that do not act row by row.
 
-Norms of a parameter, its number of elements, products of matrices and other optimisers inside of one are a client's own
-only where the optimiser holds the client's own tensors. It is therefore made for each client as a loop over clients
-makes it, and steps after those of the others; the gradients come from the stack.
+Norms of a parameter, its number of elements, products of matrices and nested optimisers are a client's own only if the
+optimiser holds the client's own tensors. An optimiser is therefore made for each client as in a loop over clients, and
+the optimisers step one after the other; the gradients come from the stack.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from fedtorch.federation.solvers.host_state import HostGenerators, equal_or_nan
 from fedtorch.module_randomness.step_draws import Draws
 from fedtorch.optimisers import State, options
 
-Make = Callable[[Mapping[str, Tensor]], tuple[Optimizer, dict[str, nn.Parameter]]]  # of one client's values
-Parts = dict[str, Any]  # of the state of a parameter
+Make = Callable[[Mapping[str, Tensor]], tuple[Optimizer, dict[str, nn.Parameter]]]  # from one client's values
+Parts = dict[str, Any]  # parts of the state of a parameter
 
-_BEGUN = "begun"  # a part of its own: whether the client's optimiser has kept anything of the parameter
-_NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # of an optimiser
+_BEGUN = "begun"  # an extra part: whether the client's optimiser has any state for the parameter
+# attributes of an optimiser
+_NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 class ClientOptimizers:
-    """Optimisers of clients, each of its client's own tensors, whose values are taken to the stacks after each step.
+    """Clients' optimisers of their own tensors, whose values are copied to the stacks after each step.
 
     Args:
         make: makes one client's, and returns its parameters by name with it.
-        tensors: stacks `(K, ...)`, by name, at which the clients begin.
-        keep: whether `state` will be asked for.
-        state: of earlier rounds; {} begins anew.
-        template: see `template`; {} where nothing is kept.
+        tensors: stacks `(K, ...)`, by name, with the clients' start.
+        keep: whether `state` will be called.
+        state: of earlier rounds; {} for a fresh start.
+        template: see `template`; {} if no state is stored.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class ClientOptimizers:
         self._clients = [make({name: tensor[k] for name, tensor in tensors.items()}) for k in range(count)]
         self._name, self._template = type(self._clients[0][0]).__name__, template
         for name, saved in state.items():
-            begun, kept = saved[_BEGUN].tolist(), template[name].items()
-            for k, (optimizer, own) in enumerate(self._clients):
+            begun, parts = saved[_BEGUN].tolist(), template[name].items()
+            for k, (optimizer, parameters) in enumerate(self._clients):
                 if begun[k]:
-                    optimizer.state[own[name]].update({n: _loaded(n, saved[n][k], like) for n, like in kept})
+                    optimizer.state[parameters[name]].update({n: _loaded(n, saved[n][k], like) for n, like in parts})
         self._outside = [_outside(*client) for client in self._clients] if keep else []
 
     @property
@@ -65,7 +66,9 @@ class ClientOptimizers:
 
     def rates(self) -> Tensor:
         """Return the learning rate `(K,)` of each client's first group, which its optimiser may have set itself."""
-        return torch.tensor([own.param_groups[0].get("lr", torch.nan) for own, _ in self._clients], dtype=torch.float64)
+        return torch.tensor(
+            [optimizer.param_groups[0].get("lr", torch.nan) for optimizer, _ in self._clients], dtype=torch.float64
+        )
 
     def step(
         self,
@@ -74,21 +77,21 @@ class ClientOptimizers:
         missing: Mapping[str, Tensor],
         draws: Draws,
     ) -> None:
-        """Let every client take a step, and write where it ends into the stacks.
+        """Take a step of every client, and copy the results into the stacks.
 
         Args:
             tensors: stacks `(K, ...)`, by name.
             gradients: `(K, ...)`; None where no client has one.
             missing: `(K,)` bool, the clients that have no gradient of a tensor, by its name.
-            draws: of the step.
+            draws: random draws of the step.
 
         Raises:
             StepRefused: an optimiser cannot take its step, or draws from Python's or NumPy's generator.
         """
         without = {name: mask.tolist() for name, mask in missing.items()}
         generators = HostGenerators.state()
-        for k, (optimizer, own) in enumerate(self._clients):
-            for name, parameter in own.items():
+        for k, (optimizer, parameters) in enumerate(self._clients):
+            for name, parameter in parameters.items():
                 gradient = None if name in without and without[name][k] else gradients[name]
                 # A copy, for optimisers change gradients in place.
                 fresh = None if gradient is None else gradient[k].clone(memory_format=torch.contiguous_format)
@@ -101,25 +104,25 @@ class ClientOptimizers:
                 "numbers clients would share; draw with torch, or use ft.lightning_fit"
             )
         for name, tensor in tensors.items():
-            tensor.copy_(torch.stack([own[name].detach() for _, own in self._clients]))
+            tensor.copy_(torch.stack([parameters[name].detach() for _, parameters in self._clients]))
 
     def _step(self, optimizer: Optimizer) -> None:
         try:
             optimizer.step()
-        except Exception as error:  # whatever it objects to
+        except Exception as error:  # any error of a user's optimiser
             raise StepRefused(
                 f"Expected {self._name} to step by a client's gradients alone, but it raised {type(error).__name__} "
                 f"({error}); use ft.lightning_fit or another optimiser"
             ) from error
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the clients where the stacks are."""
-        for k, (_, own) in enumerate(self._clients):
+        """Set the clients' tensors to the stacks' values."""
+        for k, (_, parameters) in enumerate(self._clients):
             for name, tensor in tensors.items():
-                own[name].detach().copy_(tensor[k])
+                parameters[name].detach().copy_(tensor[k])
 
     def keep(self, clients: Tensor) -> None:
-        """Keep some of the clients, `(M,)` places, and let the others go."""
+        """Keep the clients at positions `(M,)`, and drop the others."""
         self._clients = [self._clients[k] for k in clients.tolist()]
         self._outside = [self._outside[k] for k in clients.tolist()] if self._outside else []
 
@@ -127,28 +130,30 @@ class ClientOptimizers:
         """Return the parts of the first client's states, zeros, after a step.
 
         Raises:
-            StepRefused: some are no numbers or tensors, or the optimiser keeps something elsewhere.
+            StepRefused: a part is not a number or tensor, or the optimiser stores something elsewhere.
         """
         self._refuse_outside(())
-        optimizer, own = self._clients[0]
-        found = {name: _parts(optimizer, parameter) for name, parameter in own.items()}
-        strange = [f"{n} ({type(v).__name__})" for parts in found.values() for n, v in parts.items() if not _is_kept(v)]
+        optimizer, parameters = self._clients[0]
+        parts_by_name = {name: _parts(optimizer, parameter) for name, parameter in parameters.items()}
+        strange = [
+            f"{n} ({type(v).__name__})" for parts in parts_by_name.values() for n, v in parts.items() if not _is_kept(v)
+        ]
         if strange:
             raise StepRefused(
                 f"Expected the state of {self._name} to be numbers and tensors, but got {', '.join(strange)}; use "
                 "reset='round'"
             )
         zero = lambda part: torch.zeros_like(part) if isinstance(part, Tensor) else type(part)(0)
-        return {name: {n: zero(part) for n, part in parts.items()} for name, parts in found.items()}
+        return {name: {n: zero(part) for n, part in parts.items()} for name, parts in parts_by_name.items()}
 
     def state(self, scheduled: Collection[str] = ()) -> State:
-        """Return the states of all clients, `(K, ...)`, by parameter and part; zeros where nothing has been kept.
+        """Return the states of all clients, `(K, ...)`, by parameter and part; zeros without a state.
 
         Args:
             scheduled: hyperparameters that are set before every step.
 
         Raises:
-            StepRefused: an optimiser keeps other parts than those of its template, or keeps something elsewhere.
+            StepRefused: an optimiser has other parts than its template, or stores something elsewhere.
         """
         self._refuse_outside(scheduled)
         return {name: self._stacked(name, template) for name, template in self._template.items()}
@@ -163,7 +168,7 @@ class ClientOptimizers:
                 )
 
     def _stacked(self, name: str, template: Parts) -> dict[str, Tensor]:
-        each = [_parts(optimizer, own[name]) for optimizer, own in self._clients]
+        each = [_parts(optimizer, parameters[name]) for optimizer, parameters in self._clients]
         for parts in each:
             if parts and _kinds(parts) != _kinds(template):
                 raise StepRefused(
@@ -176,7 +181,7 @@ class ClientOptimizers:
 
 
 def untrained(template: Mapping[str, Parts]) -> State:
-    """Return the state of one client of whose parameters nothing has been kept."""
+    """Return the state of one client without any state of parameters."""
     host = torch.device("cpu")
     return {
         name: {_BEGUN: torch.tensor(False), **{n: _saved(part, host) for n, part in parts.items()}}
@@ -193,7 +198,7 @@ def _is_kept(part: Any) -> bool:
 
 
 def _kinds(parts: Parts) -> dict[str, Any]:
-    """Return what parts are, by name: a tensor of a shape and dtype, or a class."""
+    """Describe parts by name: a tensor of a shape and dtype, or a class."""
     return {
         name: (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
         for name, part in sorted(parts.items())
@@ -211,10 +216,10 @@ def _loaded(name: str, value: Tensor, like: Any) -> Any:
     return type(like)(value.item())
 
 
-def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what an optimiser holds that is no state of its client's parameters, by its path."""
+def _outside(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return an optimiser's attributes besides the state of its client's parameters, by path."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *own.values())}
+    seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *parameters.values())}
     for number, group in enumerate(optimizer.param_groups):
         seen[id(group)] = group
         _walk(f"param_groups[{number}]", options(group), seen, found)
@@ -223,23 +228,23 @@ def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
     return found
 
 
-def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) -> None:
-    """Add what a value holds to what is found; `seen` holds what has been looked at, so that no other has its id."""
+def _walk(path: str, value: Any, seen: dict[int, Any], slots: dict[str, Any]) -> None:
+    """Add a value's contents to `slots`; `seen` keeps visited objects alive, so that their ids stay unique."""
     if isinstance(value, _SIMPLE):
-        found[path] = value
+        slots[path] = value
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)) or id(value) in seen:
         return
     seen[id(value)] = value
     within: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
-        found[path] = value.detach().clone()
+        slots[path] = value.detach().clone()
     elif isinstance(value, torch.Generator):
-        found[path] = value.get_state()
+        slots[path] = value.get_state()
     elif isinstance(value, Mapping):
-        found[path] = len(value)
+        slots[path] = len(value)
         within = [(repr(key) if isinstance(key, str) else n, each) for n, (key, each) in enumerate(value.items())]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        found[path] = len(value)
+        slots[path] = len(value)
         within = enumerate(value)
     elif isinstance(value, types.MethodType):
         within = [("self", value.__self__), ("function", value.__func__)]
@@ -247,16 +252,16 @@ def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) ->
         cells = zip(value.__code__.co_freevars, value.__closure__ or ())
         within = [(name, cell.cell_contents) for name, cell in cells]
     elif isinstance(value, Optimizer):
-        kept = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_KEPT]
-        within = [*kept, ("state", value.state), ("param_groups", value.param_groups)]
+        attributes = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_KEPT]
+        within = [*attributes, ("state", value.state), ("param_groups", value.param_groups)]
     elif hasattr(value, "__dict__"):
         within = [(repr(name), each) for name, each in vars(value).items()]
     for key, each in within:
-        _walk(f"{path}[{key}]" if path else str(key).strip("'"), each, seen, found)
+        _walk(f"{path}[{key}]" if path else str(key).strip("'"), each, seen, slots)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any], scheduled: Collection[str]) -> list[str]:
-    """Return the paths of what is not as it was; of hyperparameters that are set before every step none."""
+    """Return the paths of changed values, without hyperparameters that are set before every step."""
     endings = tuple(f"[{name!r}]" for name in scheduled)
     paths = [path for path in {**before, **after} if not path.endswith(endings)]
     return [path for path in paths if not _same(before.get(path), after.get(path))]

@@ -1,8 +1,8 @@
 """A module's own optimiser and schedule, run on stacked parameters.
 
-One of torch's elementwise optimisers on a stack of parameters is as many independent optimisers; any other is made anew
-for each client. The schedule is a table from the
-position (step or epoch) to the optimiser's hyperparameters, so clients at one position share it.
+One of torch's elementwise optimisers on a stack of parameters acts as independent optimisers; any other is made
+separately for each client. The schedule is a table from the position (step or epoch) to the optimiser's
+hyperparameters, so clients at one position share it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _WITHIN = {"_schedulers", "_milestones"}  # private attributes in which schedule
 
 
 class StepRefused(TypeError):
-    """An optimiser cannot take a client's step, or its state cannot be kept."""
+    """An optimiser cannot take a client's step, or its state cannot be stored."""
 
 
 class HasGroups(Protocol):
-    """What has groups of parameters with hyperparameters: an optimiser, or those of several clients."""
+    """Object with groups of parameters and their hyperparameters: an optimiser, or several clients' optimisers."""
 
     param_groups: list[dict[str, Any]]
 
 
 class Schedule:
-    """Hyperparameters of each parameter group by position, found by stepping the schedulers once and kept.
+    """Hyperparameters of each parameter group by position, found by stepping the schedulers once.
 
     Args:
         optimizer: the optimiser that the schedulers act on; it owns no gradients.
         schedulers: all of one interval.
         interval: "step" or "epoch".
-        frequency: the schedulers step after every so many epochs, or batches of an epoch, as Lightning counts them.
+        frequency: the schedulers step after this many epochs, or batches of an epoch, in Lightning's count.
 
     Attributes:
         changing: the hyperparameters that the schedulers have changed so far.
@@ -70,7 +70,7 @@ class Schedule:
     def apply(self, optimizer: HasGroups, position: int, per_epoch: int) -> None:
         """Give `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps.
 
-        Those of several clients have the groups of one client after those of another.
+        Several clients have the groups of one client after those of another.
         """
         epoch, within = divmod(position, per_epoch)
         index = epoch // self._frequency
@@ -87,7 +87,7 @@ class Schedule:
                 with warnings.catch_warnings():  # the optimiser takes no steps here
                     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                     scheduler.step()
-            except ValueError as error:  # of a schedule with an end, such as OneCycleLR
+            except ValueError as error:  # a schedule with an end, such as OneCycleLR
                 raise ValueError(
                     f"Expected a schedule as long as the run, but {type(scheduler).__name__} ends after "
                     f"{len(self._table) - 1} {self._interval}s: {error}; make it as long as self.trainer's "
@@ -106,11 +106,11 @@ class Configured(NamedTuple):
 
     optimizer: TreeOptimizer
     schedule: Schedule | None
-    settings: dict[str, Any]  # of both as they were configured, see `optimizer_settings`
+    settings: dict[str, Any]  # of both as configured, see `optimizer_settings`
 
 
 def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
-    """Ask `make`, or the LightningModule's `configure_optimizers`, for an optimiser on the module's parameters.
+    """Build an optimiser of the module's parameters by `make`, or the LightningModule's `configure_optimizers`.
 
     Raises:
         TypeError: no optimiser, several, a scheduler that watches a metric, or several schedulers of different
@@ -149,10 +149,10 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
 
 
 def optimizer_settings(optimizers: Sequence[Any], schedulers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what optimisers and schedulers were made with, by name: "optimizer", "optimizer.lr", "scheduler", ….
+    """Return the arguments of optimisers and schedulers, by name: "optimizer", "optimizer.lr", "scheduler", ….
 
-    Options in which several groups of parameters differ are a tuple, with one value for each group. What changes the
-    speed only is left out.
+    Options in which several groups of parameters differ are a tuple, with one value for each group. Options that only
+    affect speed are left out.
     """
     groups = [options(group) for optimizer in optimizers for group in optimizer.param_groups]
     names = dict.fromkeys(name for group in groups for name in group if name not in _SPEED)
@@ -168,16 +168,16 @@ def optimizer_settings(optimizers: Sequence[Any], schedulers: Sequence[Mapping[s
 
 
 def configured_settings(module: nn.Module) -> dict[str, Any]:
-    """Return `optimizer_settings` of what a LightningModule configures, of a module of several optimisers too.
+    """Return `optimizer_settings` of a LightningModule's configuration, also for several optimisers.
 
-    Where that cannot be said without its own Trainer, it is the numbers and texts among the module's attributes and
+    If that needs the module's own Trainer, return the numbers and texts among the module's attributes and
     hyperparameters.
     """
     module = copy.deepcopy(module)
     try:
         module.trainer = TrainerStandIn()  # type: ignore[assignment]
         return optimizer_settings(*_parse(module.configure_optimizers()))  # type: ignore[operator]
-    except Exception:  # whatever it asks of a Trainer, or what `setup` would have made
+    except Exception:  # any error: the module may need a Trainer, or results of `setup`
         usual, every = vars(loaded("lightning.pytorch", "LightningModule")()), {**vars(module), **dict(module.hparams)}  # type: ignore[arg-type]
         plain = {name: value for name, value in every.items() if isinstance(value, (int, float, str))}
         return {f"module.{n}": value for n, value in plain.items() if n not in usual and not n.startswith("_")}
@@ -188,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def _said(value: Any) -> Any:
-    """Return a scheduler as the values that it was made with, those within it too."""
+    """Return a scheduler's arguments, with those of nested schedulers."""
     if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
         made = {n: _said(each) for n, each in vars(value).items() if n in _WITHIN or not n.startswith("_")}
         return {"class": type(value).__name__, **{n: v for n, v in made.items() if n != "optimizer"}}
@@ -233,23 +233,23 @@ def own_optimizer(
 
     Args:
         module: a template, whose optimiser `configure` accepts.
-        make: from parameters to the optimiser; None asks the module.
-        trainer: that the module may ask.
-        values: of the parameters that are trained, by name; they are copied.
+        make: from parameters to the optimiser; None uses the module's.
+        trainer: stand-in for the module's trainer.
+        values: of the trained parameters, by name; they are copied.
     """
     places = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    own = {name: nn.Parameter(values[name].detach().clone()) for name in places}
+    parameters = {name: nn.Parameter(values[name].detach().clone()) for name in places}
     if make is not None:
-        answer: Any = make(p for p in own.values())
-    else:  # by a copy of the module that has them, and shares all of its other tensors
+        answer: Any = make(p for p in parameters.values())
+    else:  # a copy of the module that shares all other tensors
         shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        replaced = {id(place): own[name] for name, place in places.items()}
+        replaced = {id(place): parameters[name] for name, place in places.items()}
         copied = copy.deepcopy(module, {**shared, **replaced})
         copied.trainer = trainer  # type: ignore[assignment]
         answer = copied.configure_optimizers()  # type: ignore[operator]
     (optimizer,), _ = _parse(answer)
-    TreeOptimizer(optimizer, own)  # which refuses the tensors of others
-    return optimizer, own
+    TreeOptimizer(optimizer, parameters)  # raises for an optimiser of other tensors
+    return optimizer, parameters
 
 
 def check_steps(optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a stacked optimiser with quadratic and clipping in one pass over memory, where a program knows them."""
+"""Steps of a stacked optimiser with quadratic and clipping in one pass over memory, for supported optimisers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FusedSteps:
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
-        """Return whether a program knows all that the optimiser does, and runs on its tensors."""
+        """Return whether a program implements all settings of the optimiser, and runs on its tensors."""
         if type(optimizer) not in (SGD, Adam, AdamW) or not elementwise(optimizer):
             return False
         for group in optimizer.param_groups:
@@ -45,7 +45,7 @@ class FusedSteps:
         """Take a step.
 
         Args:
-            gradients: by parameter; None where the loss does not depend on it.
+            gradients: by parameter; None if the loss does not depend on it.
             pulls: λ, which broadcasts with the parameter, and h; {} for none.
         """
         todo = []
@@ -60,8 +60,8 @@ class FusedSteps:
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
         share = None
         if self.clip is not None and todo:
-            tensors, found, clients_of, _ = zip(*todo)
-            share = stacked_step.clipped(tensors, found, clients_of, self.clip)
+            tensors, todo_gradients, clients_of, _ = zip(*todo)
+            share = stacked_step.clipped(tensors, todo_gradients, clients_of, self.clip)
         for tensor, gradient, clients, group in todo:
             update = self._sgd if type(self.optimizer) is SGD else self._adam
             update(tensor, gradient, clients._replace(share=share), group)

@@ -1,4 +1,4 @@
-"""Look at a module on a few rows of a block, to refuse what cannot be trained and to advise, before the first round."""
+"""Trial of a module on a few rows of a block before the first round, to refuse or advise early."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
     "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
 )
-SIZES = (5, 7)  # of batches on which a broadcast is confirmed: what has one of them by chance has not the other
+SIZES = (5, 7)  # batch sizes that confirm a broadcast: a dimension that has one of them by chance has not the other
 _SAME = 1e-4  # relative: losses that differ by less are the same
-_LOOKED_AT = 16  # rows of a block that are looked at
+_LOOKED_AT = 16  # rows of a block that are tried
 
 
 def check_rows(
@@ -49,29 +49,29 @@ def check_rows(
         stacked: the loss.
         data: a block `ClientData`, which has clients.
         values: one client's tensors and stacked buffers by name.
-        original: the parameters of the user's module, so that a loss which reads them is refused; None looks for none.
+        original: parameters of the user's module, to refuse a loss which reads them; None skips this check.
 
     Raises:
-        BadClients: it cannot take the rows of some.
+        BadClients: the module cannot train on the rows of some.
         ValueError: the rows are not (input, target), and there is no `training_step` to read others; or the loss
             compares every output with every target, or reads parameters that are not trained.
-        RuntimeError: it checkpoints activations.
+        RuntimeError: the module checkpoints activations.
     """
     if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
         raise ValueError(
             f"Expected rows (input, target) for loss=, but got {described_rows(data.batch)}; take a LightningModule, "
             "whose training_step reads any rows"
         )
-    # Labels out of range end the process on an accelerator: they are looked for on the CPU first.
+    # Labels out of range end the process on an accelerator, so they are checked on the CPU first.
     for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
         stacked.objective.to(device)
-        own, (client, row) = _own(stacked, values, device), spread_rows(data)
+        tensors, (client, row) = _own(stacked, values, device), spread_rows(data)
         rows = _rows_at(data, client, row, device)
         with Broadcasts(len(row)) as broadcasts:
-            error = _failure(stacked, own, rows, original)
+            error = _failure(stacked, tensors, rows, original)
         if error is None and broadcasts.met is not None:
             name = type(stacked.objective.module).__name__
-            refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
+            refuse_broadcast(partial(_loss_of, stacked, tensors, rows), name, broadcasts.met)
         if error is None or (device != data.count.device and not isinstance(error, IndexError)):
             continue
         from fedtorch.federation.solvers.advice import explained
@@ -79,11 +79,11 @@ def check_rows(
         if "checkpoint" in str(error) or (isinstance(error, Warning) and "requires_grad" in str(error)):
             raise RuntimeError(_CHECKPOINTED) from error
         alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
-        bad = next((k for k, rows in alone if _failure(stacked, own, rows) is not None), int(client[0]))
+        bad = next((k for k, rows in alone if _failure(stacked, tensors, rows) is not None), int(client[0]))
         raise BadClients(
             torch.tensor([bad]),
             f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
-            f"{described_rows(data.batch)}: {explained(error, stacked.objective.module, data.batch, own[0].dtype)}",
+            f"{described_rows(data.batch)}: {explained(error, stacked.objective.module, data.batch, tensors[0].dtype)}",
         ) from error
 
 
@@ -94,35 +94,35 @@ def check_batch(
     device: torch.device,
     original: Remembered | None = None,
 ) -> None:
-    """Try whether the module can train on the first batch of a client's loader; see `check_rows`.
+    """Check that the module can train on the first batch of a client's loader; see `check_rows`.
 
     Raises:
         BadClients: it cannot.
         ValueError: the loss reads parameters that are not trained, or compares every output with every target.
-        RuntimeError: it checkpoints activations.
+        RuntimeError: the module checkpoints activations.
     """
     from fedtorch.federation.solvers.advice import explained
     from fedtorch.federation.solvers.loaded_batches import rows_in
 
     objective = stacked.objective.to(device)
-    own, rows = _own(stacked, values, device), tuple(batch) if isinstance(batch, list) else batch
+    tensors, rows = _own(stacked, values, device), tuple(batch) if isinstance(batch, list) else batch
     if objective.supervised and not (isinstance(rows, tuple) and len(rows) == 2):
         raise ValueError(
             f"Expected batches (input, target) for loss=, but got {type(batch).__name__}; take a LightningModule, "
             "whose training_step reads any"
         )
     with Broadcasts(rows_in(batch)) as broadcasts:
-        error = _failure(stacked, own, batch, original)
+        error = _failure(stacked, tensors, batch, original)
     if error is not None and ("checkpoint" in str(error) or isinstance(error, Warning)):
         raise RuntimeError(_CHECKPOINTED) from error
     name = type(objective.module).__name__
     if error is not None:
         raise BadClients(
             torch.tensor([0]),
-            f"{name} cannot train on its first batch: {explained(error, objective.module, rows, own[0].dtype)}",
+            f"{name} cannot train on its first batch: {explained(error, objective.module, rows, tensors[0].dtype)}",
         ) from error
     if broadcasts.met is not None and all(isinstance(leaf, Tensor) for leaf in rows):
-        refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
+        refuse_broadcast(partial(_loss_of, stacked, tensors, rows), name, broadcasts.met)
 
 
 def failure_on_one_row(loss: StackedLoss, data: Any, values: Mapping[str, Tensor], client: Tensor) -> Any:
@@ -132,21 +132,21 @@ def failure_on_one_row(loss: StackedLoss, data: Any, values: Mapping[str, Tensor
 
 def _failure(
     stacked: StackedLoss,
-    own: list[Tensor],
+    values: list[Tensor],
     rows: Tree,
     original: Remembered | None = None,
 ) -> Exception | None:
     """Return the error of one client's loss and gradient, if its rows may be the cause."""
-    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(values)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
-    # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
+    # Buffers are restored here: `probe` reports whether a pass changes them.
     buffers = functional.buffers(stacked.objective.module)
-    kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
+    swapped = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
     # The generators are put back: to intercept all operations takes longer than they do.
-    drawing = restored(generators(own[0].device), seed=0)
+    drawing = restored(generators(values[0].device), seed=0)
     untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
-    with untouched, kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
+    with untouched, swapped, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
@@ -156,17 +156,17 @@ def _failure(
                     torch.autograd.grad(loss, trained, allow_unused=True)
         except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
-        except Exception:  # the probe says what else a module objects to
+        except Exception:  # the probe reports other errors of a module
             return None
     if original is not None:
         refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original)
     return None
 
 
-def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> Tensor:
-    """Return one client's loss on so many of the rows, some of them several times."""
-    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
-    at = torch.arange(size, device=own[0].device)
+def _loss_of(stacked: StackedLoss, values: list[Tensor], rows: Tree, size: int) -> Tensor:
+    """Return one client's loss on this many rows, with repetitions if needed."""
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(values)]
+    at = torch.arange(size, device=values[0].device)
     quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
     untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
     with untouched, quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
@@ -181,12 +181,12 @@ def observe(
     values: Mapping[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Look at a module on a few rows of one client: can it run stacked, and what does it keep from step to step?
+    """Run a module on a few rows of one client, to see whether it can run stacked and what it stores between steps.
 
-    It runs on copies; nothing that is found here changes how a number is computed, but whether clients are stacked.
+    It runs on copies; the findings decide whether clients are stacked, and change no computed number.
 
     Args:
-        stacked: the loss, which learns what was found.
+        stacked: the loss, which records the findings.
         make: a copy of the module -> its `StackedLoss`.
         module: the user's.
         rows: a batch of one client.
@@ -194,18 +194,19 @@ def observe(
         device: of the rows.
 
     Raises:
-        TypeError: it returns no loss, keeps in Python what another step reads, or compiled steps would freeze what
-            changes from step to step.
+        TypeError: it returns no loss, stores Python values that a later step reads, or changes from step to step in a
+            way that compiled steps would freeze.
         ValueError: it changes buffers that are not stacked.
         RuntimeError: `torch.vmap` cannot run it.
     """
     rows = tree.map(torch.clone, rows) if all_tensors(rows) else rows
-    own, key = _own(stacked, values, device), random.key(0).to(device)
+    tensors, key = _own(stacked, values, device), random.key(0).to(device)
     different = fewer = rows
     if all_tensors(rows) and all(leaf.ndim and len(leaf) > 1 for leaf in tree.leaves(rows)):
-        different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)  # one twice, in the first one's place
+        # the second row twice, in place of the first
+        different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)
         fewer = tree.map(lambda leaf: leaf[:-1], rows)
-    others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(own)]
+    others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(tensors)]
     made: list[StackedLoss] = []
 
     def fresh() -> tuple[PythonState, Callable[[int], Any]]:
@@ -213,7 +214,7 @@ def observe(
         twin.objective.to(device)
         twin.objective.trainer.answers = {**stacked.objective.trainer.answers, "global_step": 0, "current_epoch": 0}
         made.append(twin)
-        step = lambda client: _alone(twin, (own, others, others)[client], (rows, different, fewer)[client], key)
+        step = lambda client: _alone(twin, (tensors, others, others)[client], (rows, different, fewer)[client], key)
         return PythonState(twin.objective.module, twin.objective.loss), step
 
     stacked.kept, stacked.rewritten = refuse_kept(fresh, type(module).__name__)
@@ -222,9 +223,9 @@ def observe(
     stacked.objective.trainer.asked |= twin.objective.trainer.asked
     stacked.random, stacked.drawing.parts = twin.random, _same_parts(twin, stacked)
     if stacked.batched:
-        _choose(stacked, make, module, own, rows, key)
+        _choose(stacked, make, module, tensors, rows, key)
     if stacked.eager is None:
-        _check_captured(twin, own, rows, type(module).__name__)
+        _check_captured(twin, tensors, rows, type(module).__name__)
     stacked.observed = True
 
 
@@ -237,12 +238,12 @@ def all_tensors(batch: Any) -> bool:
     return bool(leaves) and all(is_dense(leaf) for leaf in leaves)
 
 
-def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
-    """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
+def _alone(twin: StackedLoss, values: list[Tensor], rows: Any, key: Tensor) -> Any:
+    """Return one client's step without `vmap`, with draws from a key; `twin` records the draws."""
     count = len(twin.tensors)
-    trained = [twin.parameter(value.detach().clone()) for value in own[:count]]
+    trained = [twin.parameter(value.detach().clone()) for value in values[:count]]
     with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
-        result = twin.alone([*trained, *(value.clone() for value in own[count:])], rows, 0)
+        result = twin.alone([*trained, *(value.clone() for value in values[count:])], rows, 0)
     twin.random = twin.random or drawn.calls > 0
     return result
 
@@ -252,15 +253,15 @@ def _same_parts(twin: StackedLoss, stacked: StackedLoss) -> list[nn.Module] | No
     if twin.drawing.parts is None:
         return None
     places = {id(part): number for number, part in enumerate(twin.objective.module.modules())}
-    own = list(stacked.objective.module.modules())
-    return [own[places[id(part)]] for part in twin.drawing.parts]
+    modules = list(stacked.objective.module.modules())
+    return [modules[places[id(part)]] for part in twin.drawing.parts]
 
 
 def _choose(
     stacked: StackedLoss,
     make: Callable[[nn.Module], StackedLoss],
     module: nn.Module,
-    own: list[Tensor],
+    tensors: list[Tensor],
     rows: Tree,
     key: Tensor,
 ) -> None:
@@ -273,7 +274,7 @@ def _choose(
         twin.objective.to(key.device)
         twin.objective.trainer.answers = dict(stacked.objective.trainer.answers, global_step=0, current_epoch=0)
         twin.random = stacked.random
-        values, some = tree.map(lambda leaf: torch.stack([leaf] * 2), (tuple(own), rows))
+        values, some = tree.map(lambda leaf: torch.stack([leaf] * 2), (tuple(tensors), rows))
         size = torch.tensor([len(tree.leaves(rows)[0])] * 2)
         together = lambda: twin.together(values, Batch(some, size, full=True), 0, StepKeys(torch.stack([key, key])))
         twin.compile = stacked.compile
@@ -297,7 +298,7 @@ def _choose(
     _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
 
 
-def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str) -> None:
+def _check_captured(twin: StackedLoss, values: list[Tensor], rows: Tree, name: str) -> None:
     from fedtorch.captured import IndexUsed, capture
 
     asked = twin.objective.trainer.asked - {"max_epochs", "training"}
@@ -305,7 +306,7 @@ def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str)
     try:
         capture(
             lambda index, *flat: tuple(twin.stacked(flat, rows, index, "error")),
-            *[leaf[None] for leaf in (*own, *tree.leaves(rows))],
+            *[leaf[None] for leaf in (*values, *tree.leaves(rows))],
         )
     except IndexUsed:
         changing.append("batch_idx")
@@ -329,18 +330,18 @@ def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tr
 
 
 class Broadcasts(TorchFunctionMode):
-    """Look for operations on `(n, 1, ...)` and `(n, ...)`, which torch broadcasts to `(n, n, ...)`.
+    """Context that records operations on `(n, 1, ...)` and `(n, ...)`, which torch broadcasts to `(n, n, ...)`.
 
-    The mean of that is a loss of every output and every target. It is found where it happens, in a loss function as
-    well as inside a `training_step`: an operation on floating-point numbers of these two shapes, of which one depends
-    on the parameters and the other does not. Whether that matters, `refuse_broadcast` tries out.
+    The mean of such a result is a loss of every output and every target. It is detected where it happens, in a loss
+    function as well as inside a `training_step`: an operation on floating-point numbers of these two shapes, of which
+    one depends on the parameters and the other does not. `refuse_broadcast` tests whether it matters.
 
     Args:
         rows: n.
-        mends: whether they are given `(n, ...)` twice instead.
+        mends: whether the operations receive `(n, ...)` twice instead.
 
     Attributes:
-        met: (shape of what depends on the parameters, shape of the other) of the first one; None for none.
+        met: (shape of the operand that depends on the parameters, shape of the other) of the first one; None for none.
     """
 
     def __init__(self, rows: int, mends: bool = False) -> None:
@@ -380,11 +381,12 @@ class Broadcasts(TorchFunctionMode):
 def refuse_broadcast(loss: Callable[[int], Tensor], name: str, met: tuple[list[int], list[int]]) -> None:
     """Raise ValueError if the loss of batches of some rows is another one when no such operation broadcasts.
 
-    A module has lost nothing if the loss is the same with the spare dimension dropped, or does not exist without it.
+    The broadcast is harmless if the loss is the same with the spare dimension dropped, or cannot be computed without
+    it.
 
     Args:
-        loss: number of rows -> the loss of so many.
-        name: of the module.
+        loss: number of rows -> their loss.
+        name: name of the module.
         met: see `Broadcasts`.
     """
     for size in SIZES:
@@ -392,7 +394,7 @@ def refuse_broadcast(loss: Callable[[int], Tensor], name: str, met: tuple[list[i
             given, mends = loss(size), Broadcasts(size, mends=True)
             with mends:
                 mended = loss(size)
-        except Exception:  # it means the shapes as they are
+        except Exception:  # the loss needs the shapes as they are
             return
         if mends.met is None or torch.allclose(given, mended, rtol=_SAME, atol=0.0, equal_nan=True):
             return
@@ -430,5 +432,5 @@ def first_rows(data: Any) -> Tree:
 
 
 def _evenly(count: int, most: int) -> Tensor:
-    """Return at most so many of `count` places; single precision would miss those of very many."""
+    """Return at most this many of `count` positions, evenly spread; single precision would fail for large counts."""
     return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

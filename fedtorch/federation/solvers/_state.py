@@ -24,14 +24,14 @@ class LocalState(NamedTuple):
 class AveragedBuffers:
     """The buffers that a server averages, as finite numbers that have a mean.
 
-    Counts and flags travel in float64. A buffer that begins with NaN or infinities, such as the bounds of an observer
-    of ranges, travels as `functional.finite_parts`, which tell NaN, Inf and numbers apart.
+    Counts and flags travel in float64. A buffer with NaN or infinite entries at the start, such as the bounds of a
+    range observer, travels as `functional.finite_parts`, which separate NaN, Inf and numbers.
 
     Args:
         buffers: of a module before training, by name.
 
     Attributes:
-        start: where they begin, as they travel.
+        start: initial values, as they travel.
     """
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
@@ -40,7 +40,7 @@ class AveragedBuffers:
         self.start = self.sent(buffers)
 
     def sent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers among tensors `(...)` or `(K, ...)` of a module as they travel."""
+        """Return the averaged buffers among tensors `(...)` or `(K, ...)` of a module in their travelling form."""
         return {name: self._sent(name, tensors[name]) for name in self._own}
 
     def _sent(self, name: str, buffer: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ class AveragedBuffers:
 
 
 def divided_buffers(module: nn.Module, policy: str) -> tuple[AveragedBuffers, dict[str, Tensor]]:
-    """Return (the buffers that are averaged, those that each client keeps).
+    """Return (averaged buffers, buffers that stay at each client).
 
     Args:
-        module: whose buffers.
+        module: has the buffers.
         policy: "refuse" stacks none, "local" keeps all, "average" averages all.
 
     Raises:
@@ -78,7 +78,7 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[AveragedBuffers, di
 
 
 def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    """Raise ValueError if buffers of `module` are not what they were `before`; NaN is the same as NaN."""
+    """Raise ValueError if buffers of `module` have changed since `before`; equal NaNs count as unchanged."""
     after = dict(module.named_buffers())
     changed = [name for name, old in before.items() if name not in after or _differ(old, after[name])]
     if changed:
@@ -89,7 +89,7 @@ def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None
 
 
 def perturbed(tensor: Tensor, number: int = 0) -> Tensor:
-    """Return a tensor a little away from where it is, in direction `number`; signs are kept."""
+    """Return a tensor slightly perturbed in direction `number`, with the same signs."""
     places = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float64)
     wave = (0.1 * torch.sin(places + 7 * number)).reshape(tensor.shape).to(tensor.dtype)
     return torch.where(tensor == 0, wave, tensor * (1 + wave))
@@ -101,13 +101,13 @@ def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def joined(groups: Sequence[Tensor], done: Sequence[Local]) -> Local:
-    """Return the solutions of groups of clients as those of one block."""
+    """Join the solutions of groups of clients into those of one block."""
     whole = tree.concatenate(_same_info(done))
     return tree.take(whole, torch.cat(list(groups)).argsort().to(whole.lr_sum.device))
 
 
 def _same_info(parts: Sequence[Local]) -> list[Local]:
-    """Return the solutions of groups of clients, NaN for what only others have told."""
+    """Join the diagnostics of groups of clients, with NaN for values that a group does not have."""
     names = dict.fromkeys(name for local in parts for name in local.info)
     return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 

@@ -1,7 +1,7 @@
-"""One client's fit in one round: a Trainer that begins where the federation's clock stands, and the callback that
-adds the others' quadratic and records losses and learning rates.
+"""One client's fit in one round: a Trainer that continues from earlier rounds, and its callback.
 
-Epochs, steps and schedules go on from earlier rounds.
+The callback adds the quadratic term's gradient, and records losses and learning rates. Epochs, steps and schedules
+continue from earlier rounds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RoundTrainer(L.Trainer):
     """A Trainer of one client in one round.
 
     Attributes:
-        rounds: of the run, for schedules that ask how long training is; "each" for those of a round.
+        rounds: number of rounds, for schedules that depend on the length of training; "each" for a schedule per round.
         configuring: whether the module is making its optimisers.
-        asked: whether it has then asked how long training is.
+        asked: whether the module has read the length of training in doing so.
     """
 
     rounds: int | Literal["each"] | None = None
@@ -38,18 +38,18 @@ class RoundTrainer(L.Trainer):
 
     @property
     def max_epochs(self) -> int | None:
-        """Return the epochs until the end of this round, or, while the module makes its optimisers, of the run."""
+        """Return the epochs until the end of this round, or of the run while the module makes its optimisers."""
         return self._until_the_end(super().max_epochs)
 
     @property
     def max_steps(self) -> int:
-        """Return the steps until the end of this round, or, while the module makes its optimisers, of the run."""
+        """Return the steps until the end of this round, or of the run while the module makes its optimisers."""
         return self._until_the_end(super().max_steps)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the steps until the end of this round, or, while the module makes its optimisers, of the run."""
-        configuring, self.configuring = self.configuring, False  # it reads both of the others
+        """Return the steps until the end of this round, or of the run while the module makes its optimisers."""
+        configuring, self.configuring = self.configuring, False  # the property reads max_epochs and max_steps
         steps = super().estimated_stepping_batches
         self.configuring = configuring
         return self._until_the_end(steps)
@@ -61,10 +61,10 @@ class RoundTrainer(L.Trainer):
         return length * self.rounds if isinstance(self.rounds, int) and length not in (None, -1) else length
 
     def configure(self, function: Callable[[], Any]) -> Any:
-        """Return what `configure_optimizers` makes.
+        """Call `configure_optimizers`; return its result.
 
         Raises:
-            ValueError: it asks how long training is, and nobody has said how many rounds there are.
+            ValueError: it reads the length of training, and the number of rounds is unknown.
         """
         self.configuring = True
         try:
@@ -80,12 +80,12 @@ class RoundTrainer(L.Trainer):
 
 
 def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> None:
-    """Take a Trainer that is about to begin to where a client begins in round `round`, also if it has been away.
+    """Advance a Trainer's counters to where a client starts in round `round`, even if it missed rounds.
 
     Args:
-        trainer: of the client.
-        round: of the federation.
-        stated: the batches of an epoch, where the loader does not tell.
+        trainer: the client's, before its fit starts.
+        round: number of the federation's round.
+        stated: batches of an epoch, if the loader has no length.
     """
     counted = trainer.num_training_batches
     batches = int(counted) if math.isfinite(counted) else stated or 1
@@ -95,7 +95,7 @@ def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> No
         limits.append(per_epoch * int(loop.max_epochs or 0))
     if loop.max_steps != -1:
         limits.append(loop.max_steps)
-    loop._resuming_from_checkpoint = True  # the first epoch has begun its pass over the rows, whatever its number
+    loop._resuming_from_checkpoint = True  # the first epoch iterates from its first batch, whatever its number
     begun = round * min(limits, default=0)
     epoch, within = divmod(begun, per_epoch)
     for config in trainer.lr_scheduler_configs:
@@ -114,7 +114,7 @@ def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> No
 
 
 def _advance(config: LRSchedulerConfig, epoch: int, within: int, batches: int, every: int) -> None:
-    """Step a scheduler as often as Lightning would have in `epoch` epochs of so many batches and `within` steps."""
+    """Step a scheduler as often as Lightning does in `epoch` epochs of so many batches and `within` further steps."""
     times = epoch // config.frequency
     if config.interval == "step":
         ends = [b for b in range(1, batches + 1) if b % every == 0 or b == batches]
@@ -126,20 +126,20 @@ def _advance(config: LRSchedulerConfig, epoch: int, within: int, batches: int, e
 
 
 class Watch(L.Callback):
-    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts.
+    """Adds the quadratic term's gradient in one client's fit; records losses, learning rates and exceptions.
 
     Args:
-        quadratic: of the client.
-        round: of the federation.
-        examine: is called with the module and each loss of the first batch, before its backward pass.
-        stated: the batches of an epoch, where the loader does not tell.
-        rates: learning rates of the parameter groups, in place of those of schedulers.
+        quadratic: the client's quadratic term.
+        round: number of the federation's round.
+        examine: called with the module and each loss of the first batch, before its backward pass.
+        stated: batches of an epoch, if the loader has no length.
+        rates: learning rates of the parameter groups, instead of the schedulers'.
 
     Attributes:
-        batches: taken so far.
-        rows: of the batches of the first epoch.
-        least: rows of the smallest batch.
-        refusal: what was raised here, because the module or its settings are at fault.
+        batches: number of batches so far.
+        rows: number of rows in the first epoch.
+        least: number of rows of the smallest batch.
+        refusal: exception raised by this callback, because of the module or its settings.
     """
 
     def __init__(
@@ -153,16 +153,16 @@ class Watch(L.Callback):
         self.quadratic, self.round, self._examine = quadratic, round, examine
         self._stated, self._rates = stated, rates
         self.batches = self.rows = self.least = 0
-        self._epoch: int | None = None  # the first
+        self._epoch: int | None = None  # number of the first epoch
         self.refusal: Exception | None = None
         self.losses: list[Tensor] = []
         self.rates = 0.0
         self.exception: BaseException | None = None
         self._names: dict[int, str] = {}
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # gradients without the quadratic term's
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Go to where the federation is, and look at the optimisers, which exist by now."""
+        """Catch up with the federation's round, and prepare the optimisers."""
         assert isinstance(trainer, RoundTrainer)
         if self.round:
             catch_up(trainer, self.round, self._stated)
@@ -171,7 +171,7 @@ class Watch(L.Callback):
             for group, rate in zip((g for o in trainer.optimizers for g in o.param_groups), self._rates):
                 group["lr"] = rate
         for metric in pl_module.modules():
-            if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
+            if isinstance(metric, torchmetrics.Metric):  # its default would gather over the federation's ranks
                 metric.distributed_available_fn = lambda: False
         self._names = {id(p): name for name, p in pl_module.named_parameters()}
         for optimizer in trainer.optimizers:
@@ -187,7 +187,7 @@ class Watch(L.Callback):
             trainer.optimizers[0].register_step_post_hook(self._count)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Show the losses of the first batch to `examine`."""
+        """Call `examine` with the losses of the first batch."""
         if self._examine is not None:
             try:
                 self._examine(pl_module, loss)
@@ -211,7 +211,7 @@ class Watch(L.Callback):
                 p.grad = pull if p.grad is None else pull + p.grad
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Manual optimisation may go on with these gradients, and must not find the quadratic's in them.
+        # Manual optimisation may reuse these gradients, and must not find the quadratic term's in them.
         for p, gradient in self._gradients:
             p.grad = gradient
         self._gradients = []
@@ -222,7 +222,7 @@ class Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take down the loss, which Lightning has divided by the number of accumulated batches."""
+        """Record the loss, which Lightning has divided by the number of accumulated batches."""
         self._examine = None
         self.batches += 1
         self._epoch = trainer.current_epoch if self._epoch is None else self._epoch
@@ -237,18 +237,18 @@ class Watch(L.Callback):
             self.losses.append(value if scale == 1 else value * scale)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Keep what Lightning may swallow."""
+        """Record an exception that Lightning may swallow."""
         self.exception = exception
 
 
 class Look(L.Callback):
-    """Sees the optimisers of a Trainer where a client begins in a round, and ends the fit before its first batch.
+    """Records a Trainer's optimisers where a client starts in a round, and ends the fit before its first batch.
 
     Args:
-        round: of the federation.
+        round: number of the federation's round.
 
     Attributes:
-        optimizers: as they were seen.
+        optimizers: the recorded ones.
     """
 
     def __init__(self, round: int) -> None:
@@ -256,7 +256,7 @@ class Look(L.Callback):
         self.optimizers: list[LocalOptimizer] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take down the optimisers, and let the fit end."""
+        """Record the optimisers, and end the fit."""
         assert isinstance(trainer, RoundTrainer)
         if self._round:
             catch_up(trainer, self._round)
@@ -270,10 +270,10 @@ class Look(L.Callback):
 
 
 def look(begin: Callable[[Look, int], None], batches: Tensor, round: int) -> list[LocalOptimizer]:
-    """Return the optimisers of clients with so many minibatches in an epoch `(K,)`, means over them.
+    """Return the optimisers of clients with `batches` `(K,)` minibatches an epoch; settings are means over them.
 
     Args:
-        begin: starts the fit of such a client with the callback.
+        begin: starts the fit of a client of this size with the callback.
         batches, round: see `LocalSchedule`.
     """
     sizes, clients = batches.unique(return_counts=True)
@@ -283,6 +283,6 @@ def look(begin: Callable[[Look, int], None], batches: Tensor, round: int) -> lis
         begin(looking, size)
         seen.append(looking.optimizers)
         if not any(optimizer.scheduled for optimizer in looking.optimizers):
-            return looking.optimizers  # which are everybody's
+            return looking.optimizers  # the same for every client
     means = [mean_groups([each[i].groups for each in seen], clients.tolist()) for i in range(len(seen[0]))]
     return [optimizer._replace(groups=groups) for optimizer, groups in zip(seen[0], means)]

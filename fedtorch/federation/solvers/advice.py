@@ -1,4 +1,4 @@
-"""What a user of stacked clients changes after an error of torch, in one table by the error's text."""
+"""Advice for users of stacked clients after an error of torch, in one table by the error's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FROZEN = (
     "it is to stay"
 )
 _IN_PLACE = "change a copy of the batch or parameter, x = x.clone(), and not itself"
-# A pattern in torch's error, and the advice; the first that fits is given.
+# A pattern in torch's error, and the advice; the first match is used.
 _TABLE = (
     (r"out of range|out of bounds", "classes and tokens are numbered from 0 to one less than the module has"),
     (r"expected scalar type Long but found|nll_loss.*not implemented|target dtype to be Long", _LABELS),
@@ -43,12 +43,12 @@ _TABLE = (
 
 
 def explained(error: Exception, module: nn.Module, batch: Any, dtype: torch.dtype) -> str:
-    """Return torch's error with the layer that it comes from, and what to do.
+    """Return torch's error with the layer that raised it, and the remedy.
 
     Args:
         error: of a training step.
-        module: that was trained.
-        batch: on which.
+        module: the trained module.
+        batch: its batch.
         dtype: of the module.
 
     Example:
@@ -77,19 +77,19 @@ def of_torch(error: Exception) -> bool:
 def _layer(error: Exception, module: nn.Module) -> str:
     """Return the name of the innermost part of a module in which an error was raised, "" if none is known."""
     names = {id(part): name for name, part in module.named_modules() if name}
-    found, trace = "", error.__traceback__
+    part_name, trace = "", error.__traceback__
     while trace is not None:
         part = trace.tb_frame.f_locals.get("self")
         if id(part) in names and isinstance(part, nn.Module):
-            found = f"{names[id(part)]} ({type(part).__name__})"
+            part_name = f"{names[id(part)]} ({type(part).__name__})"
         trace = trace.tb_next
-    return found
+    return part_name
 
 
 def _advice(error: Exception, batch: Any, dtype: torch.dtype) -> str:
-    said = str(error)
+    message = str(error)
     for pattern, advice in _TABLE:
-        if re.search(pattern, said):
+        if re.search(pattern, message):
             return advice
     try:
         leaves = tree.leaves(batch)

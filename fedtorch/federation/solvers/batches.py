@@ -1,7 +1,8 @@
-"""Minibatches of stacked clients: a client's t-th step is its own t-th minibatch, whatever its epoch.
+"""Minibatches of stacked clients: a client's t-th step is its own t-th minibatch, in any epoch.
 
 Each epoch of client k is a random permutation of its rows, cut into batches of `batch_size` with a smaller last one or
-without it, as a shuffling `DataLoader` does. The permutation depends on (client key, epoch) only, never on the company.
+without it, as by a shuffling `DataLoader`. The permutation depends on (client key, epoch) only, and not on the other
+clients.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from fedtorch.data import BadClients
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
-_MANY = 10_000  # rows of a step that are seldom meant
+_MANY = 10_000  # rows of a step that suggest a forgotten batch size
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
-_GATHERED = 2**16  # numbers of the rows that are looked up at a time, unless those of a step are more
-_ROUNDING = 1e-6  # of an epoch: a third of 3 epochs is one, whatever float says
+_GATHERED = 2**16  # most numbers of rows looked up at a time, unless one step has more
+_ROUNDING = 1e-6  # of an epoch: a third of 3 epochs is one, despite rounding
 # Purposes of a client's key: the order of its rows, the draws of its module and of its optimiser.
 PERMUTATIONS, MODULE, OPTIMIZER = 0, 1, 2
 
@@ -33,7 +34,7 @@ class Batch:
 
     Attributes:
         rows: a tree of leaves `(K, B, ...)`.
-        size: `(K,)` on the CPU: how many of the B rows count; they come first.
+        size: `(K,)` on the CPU: number of rows that count, out of B; they come first.
         leaves: the leaves of `rows`.
         weights: `(K, B)` summing to one over the rows that count, where the others are weighted out; None otherwise.
 
@@ -58,7 +59,8 @@ class Batch:
         """Return batches of clients whose rows have the same shapes, each with their places `(M,)`; None for all.
 
         Args:
-            fewest: clients of a part; others are in none. Padded clients are in one part whatever their number.
+            fewest: least number of clients in a part; smaller ones are left out. Padded clients form one part of any
+                size.
         """
         if self._whole or self.weights is not None:
             return [(None, self)] if len(self.size) >= fewest or self.weights is not None else []
@@ -79,7 +81,7 @@ class Batch:
         size, *leaves = self._each[client]
         return tree.refill(self.rows, leaves if self._whole else [leaf[:size] for leaf in leaves])
 
-    as_rows = alone  # of loaders these differ
+    as_rows = alone  # for loaders the two differ
 
     @functools.cached_property
     def _each(self) -> list[tuple[Any, ...]]:
@@ -98,8 +100,8 @@ class Batches:
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys, or a function that makes them when they are needed.
         drop_last: whether a smaller last batch of an epoch is left out.
-        limit: batches of an epoch that are taken; see `Turn`.
-        share: `(K,)` of the epochs, or steps, that each client does; see `Turn`.
+        limit: limit on the batches of an epoch; see `Turn`.
+        share: `(K,)` share of the epochs, or steps, of each client; see `Turn`.
         padded: whether clients of unequal size share padded steps, whose rows are weighted.
 
     Attributes:
@@ -134,7 +136,7 @@ class Batches:
         self.alike = self._even and share is None
         self._size = most if batch_size is None else batch_size
         self.per_epoch = limited(batches_of(count, batch_size, drop_last), limit)
-        self._steps = int(self.per_epoch.max()) if len(count) else 0  # of an epoch of who has most rows
+        self._steps = int(self.per_epoch.max()) if len(count) else 0  # steps in an epoch of the largest client
         self.round = self.longest = (steps or 0) if epochs is None else epochs * self._steps
         self.total = torch.full_like(count, self.longest) if self._even or epochs is None else self.per_epoch * epochs
         self.planned = self.total
@@ -142,7 +144,7 @@ class Batches:
             self.total = part_of(share, steps) if epochs is None else self.per_epoch * part_of(share, epochs)
             self.longest = int(self.total.max()) if len(count) else 0
         self._full, self._whole = batch_size is None, self._even or drop_last
-        self._ends: set[int] | None = None  # after so many steps some clients have taken all of theirs
+        self._ends: set[int] | None = None  # numbers of steps at which some clients finish
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
         self._everything: Batch | None = None
@@ -193,7 +195,7 @@ class Batches:
         return Batch(tree.refill(self._rows, rows), size, self._whole, self._padded)
 
     def _gather(self, step: int) -> None:
-        """Look up the rows of a step, and of those after it as far as they are of the same clients and few numbers."""
+        """Look up the rows of a step, and of following steps with the same clients while they are few numbers."""
         end = self.longest if self.alike else int(self.total[self.total > step].min())
         numbers = sum(math.prod(leaf.shape[1:]) for leaf in self._flat) * len(self._count) * self._size
         chosen, sizes = self._run(step, max(1, min(end - step, _GATHERED // max(1, numbers))))
@@ -225,9 +227,9 @@ class Batches:
         return int(self.total.min())
 
     def runs(self, numbers: int | None) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Iterate over runs of steps in which none ends, of so many rows: `(S, K, B)`, None for all; sizes `(S, K)`.
+        """Iterate over runs of steps in which no client ends: rows `(S, K, B)`, None for all rows; sizes `(S, K)`.
 
-        Runs are of any number of rows where none is given, and in memory as many as their permutations are drawn ahead.
+        Without a given number, runs have any number of rows; in memory are those whose permutations are drawn ahead.
         """
         step, most = 0, self.longest
         if numbers is not None:
@@ -238,7 +240,7 @@ class Batches:
                 step += len(chosen[1])
 
     def _run(self, step: int, most: int) -> tuple[Tensor | None, Tensor]:
-        """Return the rows and sizes of at most so many steps from `step`, whose batches have a shape."""
+        """Return the rows and sizes of at most this many steps from `step`, whose batches have one shape."""
         if self._full:
             return None, self._count.expand(most, -1)
         if not self.alike:
@@ -251,7 +253,7 @@ class Batches:
         return rows.transpose(0, 1), self._count.clamp(max=rows.shape[2]).expand(many, -1)
 
     def ended(self, step: int) -> Tensor | None:
-        """Return which clients have taken their last step just before this one, None if nobody has."""
+        """Return which clients took their last step just before this one, None if none did."""
         if self._ends is None:
             self._ends = set() if self.alike else set(self.total.unique().tolist())
         return self.total == step if step in self._ends else None
@@ -269,7 +271,7 @@ class Batches:
         return whole
 
     def _chosen(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
+        """Return (rows `(K, B)` of a step's batches, how many of them count, which clients still train)."""
         if self.alike:
             return self._chosen_alike(step)
         if not 0 <= step - self._planned < len(self._widths):
@@ -278,7 +280,7 @@ class Batches:
         return self._places[:, at, : self._widths[at]], self._sizes[at], self._active[at]
 
     def _plan(self, step: int) -> None:
-        """Choose the rows of a step, and of those after it whose permutations are drawn by then, in one pass."""
+        """Choose the rows of a step, and of following steps whose permutations are drawn, in one pass."""
         wide = min(self._size, self._width)
         training = step < self.total
         self._shuffle(step // self.per_epoch, training)
@@ -299,13 +301,13 @@ class Batches:
         self._planned, self._counts, self._sizes, self._active = step, size, size.unbind(), active.unbind()
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""
+        """Return `_chosen` for clients with equal numbers of rows, whose batches start and end together."""
         first, left = self._alike_from(step)
         size = min(self._size, left)
         return self._order[:, first : first + size], self._count.clamp(max=size), self._all
 
     def _alike_from(self, step: int) -> tuple[int, int]:
-        """Return where the rows of a step begin among those that are drawn, and how many the epoch has from there."""
+        """Return where a step's rows start among the drawn ones, and how many the epoch has from there."""
         epoch, within = divmod(step, self._steps)
         if epoch >= int(self._first[0]) + self._ahead:
             self._shuffle(torch.full_like(self._count, epoch), self._all)
@@ -324,7 +326,7 @@ class Batches:
         return self._everything if here is None else self._everything.of(here)
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
-        """Draw the next epochs' permutations for the clients that have come to the end of theirs."""
+        """Draw the next epochs' permutations for clients at the end of theirs."""
         some = (active & (epoch >= self._first + self._ahead)).nonzero()[:, 0]
         if len(some) == 0:
             return
@@ -337,7 +339,7 @@ class Batches:
 
 
 def check_drop_last(drop_last: bool, batch_size: int | None) -> None:
-    """Raise ValueError unless `drop_last` is a flag, and not set where there is one batch with all rows."""
+    """Raise ValueError unless `drop_last` is a bool, and false without a batch size."""
     if not isinstance(drop_last, bool):
         raise ValueError(f"Expected drop_last=True or False, but got {drop_last!r}")
     if drop_last and batch_size is None:
@@ -351,13 +353,13 @@ def check_last_batches(
     steps: int | None,
     failure: Callable[[Tensor], Exception | None] | None,
 ) -> None:
-    """Raise BadClients for clients of whom `drop_last` leaves nothing, or that come to a batch of one row in vain.
+    """Raise BadClients for clients without any batch after `drop_last`, or with a refused batch of one row.
 
-    It also says once what a missing batch size means, see `note_whole_batches`.
+    It also logs once the effect of a missing batch size, see `note_whole_batches`.
 
     Args:
         count: `(K,)` rows of each client.
-        batch_size, drop_last, steps: of a round; None for all rows, and for epochs.
+        batch_size, drop_last, steps: settings of a round; None for all rows, and for epochs.
         failure: a client `(1,)` -> the error of a batch of one row, as of BatchNorm; None where that is not known.
     """
     note_whole_batches(batch_size, count)
@@ -385,7 +387,7 @@ def is_ragged(count: Tensor) -> bool:
 
 
 def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
-    """Log that a step takes all of a client's rows where no size is given, as a warning where these are many."""
+    """Log that steps without a batch size use all of a client's rows, as a warning if these are many."""
     if batch_size is None and len(count):
         most = int(count.max())
         level = logging.WARNING if most > _MANY else logging.INFO
@@ -393,7 +395,7 @@ def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
 
 
 def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -> Tensor:
-    """Return how many minibatches an epoch of clients with so many rows `(K,)` has; None for all rows at once.
+    """Return the minibatches of an epoch for clients with these numbers of rows `(K,)`; None for all rows at once.
 
     Example:
         >>> count = torch.tensor([4, 9, 12])
@@ -406,7 +408,7 @@ def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -
 
 
 def limited(batches: Tensor, limit: float | None) -> Tensor:
-    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
+    """Return the minibatches used of an epoch `(K,)`: at most `limit`, or this share for a float.
 
     Raises:
         BadClients: a share leaves none of the minibatches of some clients.
@@ -430,7 +432,7 @@ def limited(batches: Tensor, limit: float | None) -> Tensor:
 
 
 def part_of(share: Tensor, whole: int | None) -> Tensor:
-    """Return how many of the epochs, or steps, of a round clients take that do these shares of it `(K,)`, at least one.
+    """Return the epochs, or steps, of a round for clients with these shares of it `(K,)`, at least one.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Train a block of clients by `gradient_descent`: group those that can share steps, and take the steps."""
+"""Training of a block of clients by `gradient_descent`: group clients that can share steps, and take the steps."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ if TYPE_CHECKING:
     from fedtorch.federation.solvers.loaded_batches import LoadedBatch, LoadedBatches
 
 _LOG = logging.getLogger(__name__)
-_SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
+_SOME_STEPS = 100  # steps of a round, to construct a schedule that depends on their number
 _KEPT = 2**25 - 2**16  # bytes, the most for which glibc still moves its thresholds
 
 
 class Descent:
-    """The settings of `gradient_descent`, and what has been found out about the module.
+    """The settings of `gradient_descent`, and findings about the module.
 
     Attributes:
-        linear: what a program that takes all steps of a round at once has to know; None asks none.
+        linear: inputs of a program for all steps of a round at once; None uses none.
         promised: whether padded steps rest on the user's word.
     """
 
     linear: LinearSteps | None = None
     promised = False
-    _said = False  # whether it was said what rowwise=True would save
+    _said = False  # whether the advice about rowwise=True has been logged
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Descent:
         drop_last: bool = False,
         rowwise: bool = False,
     ) -> None:
-        # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
+        # glibc returns pages and requests them again in every step, until it has seen a large block freed. The block
+        # stays untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
         trained = training_copy(module, ignore_hooks)
         self.module, self._original = functional.copied(module), Remembered(module)
@@ -94,7 +95,7 @@ class Descent:
         self._by_type: RowwiseLoss | None = RowwiseLoss(self.module, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
         self.make, self.keep, self.clip, self.project, self.drop_last = make, reset == "never", clip, project, drop_last
-        self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
+        self.one_epoch = epochs == 1  # then the schedule's epoch contains all steps of a round
         trainable = functional.parameters(trained)
         if not trainable:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
@@ -112,7 +113,7 @@ class Descent:
         self._check_optimizer(configured.optimizer.original)
         self.optimizer_settings = {**configured.settings, **({} if make is None else {"optimizer": make})}
         self.untrained: State = {}
-        self.template: dict[str, Parts] = {}  # of the state of an optimiser that each client has by itself
+        self.template: dict[str, Parts] = {}  # state parts of an optimiser that each client has separately
         if self.keep:
             self.untrained = self._untrained(configured)
 
@@ -157,7 +158,7 @@ class Descent:
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:
-        """Look at a block to find out what the module can do; the data stay as they are.
+        """Try the module on a block; the data are returned unchanged.
 
         Raises:
             BadClients: some have no rows, or rows that the module cannot take.
@@ -182,7 +183,7 @@ class Descent:
         return data
 
     def _learn(self, data: Any) -> None:
-        """Look at the module on rows of a block, once."""
+        """Try the module on rows of a block, once."""
         if len(data.count) and not self.loss.observed:
             self._observe(first_rows(data), data.count.device)
 
@@ -208,7 +209,7 @@ class Descent:
         return {**self.averaged.tensors(parameters), **state.buffers}
 
     def configured(self, total: int) -> Configured:
-        """Return optimiser and schedule; of each number of steps of a round if the module has asked for the number."""
+        """Return optimiser and schedule, for each number of steps of a round if the module uses that number."""
         trainer = self.objective.trainer
         trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
         steps = total if "estimated_stepping_batches" in trainer.asked else None
@@ -217,7 +218,7 @@ class Descent:
         return self._configurations[steps]
 
     def find_linear_steps(self, loss: Loss | None) -> None:
-        """Let a program take all steps of a round at once where it knows all that they do."""
+        """Find a program for all steps of a round at once, if one implements their settings."""
         plain = self.clip is None and self.project is None and self.loss.precision != "bf16"
         if plain and is_linear(self.module):
             from fedtorch.federation.solvers.linear_steps import linear_steps
@@ -230,7 +231,7 @@ class Descent:
             self.objective.to(device)
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        """Train the clients of a block in groups that can share steps; see `LocalSolver`."""
         if "padded" in turn.refused:
             self._by_type = None
         if "stacked" in turn.refused:
@@ -251,7 +252,7 @@ class Descent:
     def _stackable(self, train: Callable[[], Local], turn: Turn) -> Local:
         """Return the solution of a block, of clients one by one where they cannot be stacked and may be so.
 
-        What is found not to hold is added to `turn.refused`.
+        Ways of sharing steps that fail are added to `turn.refused`.
         """
         asked, generators, torch_state = (
             set(self.objective.trainer.asked),
@@ -278,7 +279,7 @@ class Descent:
             HostGenerators.restore(generators)
             if asked == self.objective.trainer.asked:
                 raise
-            return self._stackable(train, turn)  # in groups that are answered alike
+            return self._stackable(train, turn)  # in groups with the same trainer attributes
         except StateKept:
             if self.loss.host or not HostGenerators.moved(generators):
                 raise
@@ -292,7 +293,7 @@ class Descent:
         except (NotCaptured, StateRead, StepRefused):
             raise
         except StepsDiffer as error:
-            if HostGenerators.moved(generators):  # from which the difference may come
+            if HostGenerators.moved(generators):  # which may explain the difference
                 return self._alone_from_now(train, turn, SharedDraws(self.module))
             if error.padded and not self.rowwise:
                 self._by_type = None
@@ -378,7 +379,7 @@ class Descent:
             return through(each)
 
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
-        """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
+        """Try the module on the first batch of a loader, if that has not been done; see `prepare`."""
         if not self.loss.observed:
             from fedtorch.federation.solvers.loaded_batches import one_by_one
 
@@ -388,7 +389,7 @@ class Descent:
             check_batch(self.loss, batch.alone(0), values, device, self._original)
             with one_by_one(self.loss):
                 self._observe(batch.as_rows(0) if self.loss.batched else batch.alone(0), device)
-            if self.objective.trainer.asked != asked:  # on which hangs who begins together
+            if self.objective.trainer.asked != asked:  # the grouping depends on it
                 raise AnswersDiffer
 
     def _groups(self, state: LocalState, per_epoch: Tensor, round: int) -> list[Tensor]:
@@ -397,7 +398,7 @@ class Descent:
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
-        behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
+        behind = round > 0 and self.epochs is not None  # clients with more steps per epoch have taken more by now
         if (
             {"estimated_stepping_batches", "batch_idx"} & asked
             or (by_epoch and not self.one_epoch)
@@ -405,11 +406,11 @@ class Descent:
         ):
             traits.append(per_epoch)
         if state.steps is not None:
-            counted, told = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
+            counted, columns = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
             for parts in state.optimizer.values():
-                told.extend([ever_trained(parts)] if parts else [])
-                told.extend(value for name, value in parts.items() if name in counted)
-            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in told]).cpu())
+                columns.extend([ever_trained(parts)] if parts else [])
+                columns.extend(value for name, value in parts.items() if name in counted)
+            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in columns]).cpu())
         traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
         if not traits:
             return [torch.arange(len(per_epoch))]
@@ -453,8 +454,8 @@ class _Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(batches.planned[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.names = [name for group in configured.optimizer.names for name in group]  # that are stepped
-        self.position = turn.round * self.batches.round  # where those stand who have been away, too
+        self.names = [name for group in configured.optimizer.names for name in group]  # of the stepped parameters
+        self.position = turn.round * self.batches.round  # position of all clients, including those that missed rounds
         self.round, self.rates = turn.round, turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         earlier = state.optimizer if begun else {}
@@ -465,17 +466,17 @@ class _Stack:
             from fedtorch.federation.solvers._client_optimizers import ClientOptimizers
 
             self.draws = StepKeys(lambda: random.fold_in(turn.key, OPTIMIZER))
-            own = descent.own_optimizer
-            self.optimizer = ClientOptimizers(own, self.tensors, descent.keep, earlier, descent.template)
+            make_optimizer = descent.own_optimizer
+            self.optimizer = ClientOptimizers(make_optimizer, self.tensors, descent.keep, earlier, descent.template)
         self.fuses = possible(device) and batches.known
         self.here = torch.arange(len(batches.total))
         self.divided: dict[str, list[Piece]] = {}
         self.finished: Tree = None
-        self.fresh: set[Any] = set()  # shapes of steps that this stack sees for the first time
+        self.fresh: set[Any] = set()  # step shapes that this stack has not seen before
         self._bind()
 
     def _bind(self) -> None:
-        """Take steps of the tensors that the optimiser holds now."""
+        """Use the optimiser's present tensors in the loss."""
         self.direct, self.fused = DirectSteps(self.optimizer), None
         if self.fuses:
             from fedtorch.federation.solvers._fused import FusedSteps
@@ -497,7 +498,7 @@ class _Stack:
         answers, differs = trainer.answers, trainer.DIFFERS
         if not bool((batches.planned == batches.planned[0]).all()):
             answers["estimated_stepping_batches"] = differs
-        own_rates = torch.zeros(len(total), dtype=torch.float64)  # sums of those of clients' own optimisers
+        own_rates = torch.zeros(len(total), dtype=torch.float64)  # sums of rates of the clients' own optimisers
         rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
         steps: Any = iter(batches)
         for t, batch in enumerate(steps):
@@ -522,14 +523,14 @@ class _Stack:
         loss.release()
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
-        tensors, kept = self.finished
+        tensors, optimizer_state = self.finished
         for name, rows in seen.of_batches().items():
             self.turn.takes(rows, batches.count, name)
         lr_sum = own_rates if self.by_client else torch.tensor(rates, dtype=torch.float64).cumsum(0)[total]
-        return self._local(tensors, kept, lr_sum, seen.reduced())
+        return self._local(tensors, optimizer_state, lr_sum, seen.reduced())
 
     def _leave(self, ended: Tensor, t: int) -> None:
-        """Let clients that have taken their last step `(M,)` bool leave the stack."""
+        """Remove clients `(M,)` bool that have taken their last step from the stack."""
         self._finish(ended)
         left = (~ended).nonzero()[:, 0]
         self.here, self.keys = self.here[left], self.keys.some(left, t)
@@ -544,12 +545,15 @@ class _Stack:
         places[left] = torch.arange(len(left))
         for name, tensor in self.tensors.items():
             if name in self.divided:
-                kept = [(piece, at) for piece in self.divided[name] if len(at := (~ended[piece.rows]).nonzero()[:, 0])]
+                remaining = [
+                    (piece, at) for piece in self.divided[name] if len(at := (~ended[piece.rows]).nonzero()[:, 0])
+                ]
                 for piece in self.divided[name]:
                     if bool(ended[piece.rows].all()):
                         divide(self.optimizer, piece.tensor, [])
                 self.divided[name] = [
-                    Piece(places[piece.rows[at]], divide(self.optimizer, piece.tensor, [at])[0]) for piece, at in kept
+                    Piece(places[piece.rows[at]], divide(self.optimizer, piece.tensor, [at])[0])
+                    for piece, at in remaining
                 ]
                 self.tensors[name] = tensor.index_select(0, left.to(tensor.device))
             else:
@@ -557,7 +561,7 @@ class _Stack:
         self._bind()
 
     def _check(self, batch: Any, t: int) -> None:
-        """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
+        """Compare a step's stacks with single clients, if their shapes are new."""
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
         self.descent.check.repeats(loss, values, batch, t, self.keys)
@@ -585,7 +589,7 @@ class _Stack:
                         piece.tensor.copy_(self.tensors[name][piece.rows])
 
     def _step_by_step(self, gradients: Sequence[Tensor | None], missing: Mapping[str, Tensor], t: int) -> None:
-        """Add the quadratic, clip and step, one after the other; what has no gradient stays as it is."""
+        """Add the quadratic, clip and step, one after the other; parameters without a gradient do not change."""
         whole: dict[str, Tensor | None] = {}
         for i, ((name, tensor), gradient) in enumerate(zip(self.tensors.items(), gradients)):
             if self.pulls is not None:
@@ -605,7 +609,7 @@ class _Stack:
             tensor = self.tensors[name]
             if gradient is None or gradient.is_contiguous():
                 tensor.grad = gradient
-            elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
+            elif tensor.grad is None:  # fused optimisers need contiguous gradients
                 tensor.grad = gradient.contiguous()
             else:
                 tensor.grad.copy_(gradient)
@@ -615,7 +619,7 @@ class _Stack:
                 self.tensors[name].index_copy_(0, piece.rows.to(self.device), piece.tensor)
 
     def _divide(self, name: str, gradient: Tensor | None, missing: Tensor | None) -> None:
-        """Give clients with a gradient of a tensor, and those without, tensors and states of their own."""
+        """Split a tensor, with its state, into clients with a gradient and clients without."""
         pieces = self.divided.get(name, [Piece(torch.arange(len(self.here)), self.tensors[name])])
         done = []
         for piece in pieces:
@@ -633,7 +637,7 @@ class _Stack:
             self.divided[name] = done
 
     def _finish(self, rows: Tensor) -> None:
-        """Keep the tensors and states of clients that have taken their last step, `(M,)` bool."""
+        """Store the tensors and states of clients `(M,)` bool that have taken their last step."""
         now = {**self.tensors, **self.buffers}, self._kept() if self.descent.keep else {}
         if self.finished is None and bool(rows.all()):
             self.finished = now
@@ -649,7 +653,7 @@ class _Stack:
         tree.map(keep, self.finished, now)
 
     def _kept(self) -> State:
-        """Return the optimiser's state; of divided tensors put together from those of their pieces."""
+        """Return the optimiser's state, with divided tensors joined from their pieces."""
         if self.by_client:
             return self.optimizer.state(
                 {*(self.schedule.changing if self.schedule else ()), *(["lr"] * len(self.rates))}
@@ -659,9 +663,9 @@ class _Stack:
         state = self.state_of(self.optimizer, whole, old)
         for name, pieces in self.divided.items():
             parts = [self.state_of(self.optimizer, {name: piece.tensor})[name] for piece in pieces]
-            found = {key: part[key] for part in parts for key in part}
+            joined = {key: part[key] for part in parts for key in part}
             state[name] = dict(old.get(name, {}))
-            for key, like in found.items():
+            for key, like in joined.items():
                 joint = like.new_zeros(len(self.here), *like.shape[1:])
                 for piece, part in zip(pieces, parts):
                     if key in part:
@@ -669,12 +673,14 @@ class _Stack:
                 state[name][key] = joint
         return {name: state[name] for name in self.tensors}
 
-    def _local(self, tensors: dict[str, Tensor], kept: State, lr_sum: Tensor, info: dict[str, Tensor]) -> Local:
+    def _local(
+        self, tensors: dict[str, Tensor], optimizer_state: State, lr_sum: Tensor, info: dict[str, Tensor]
+    ) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
             {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
             LocalState(
-                kept,
+                optimizer_state,
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
@@ -700,10 +706,10 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
 
 
 class Piece(NamedTuple):
-    """Rows of a stacked tensor, as a parameter of their own in the optimiser that steps them.
+    """Rows of a stacked tensor, as a separate parameter of its optimiser.
 
-    An optimiser passes over a parameter without a gradient: it is not decayed, and its moments and its count of steps
-    do not move. In a stack this is a matter of each client's rows, and so is a client that has taken all of its steps.
+    An optimiser skips a parameter without a gradient: it is not decayed, and its moments and step count do not change.
+    In a stack this must hold for each client's rows, and also for a client that has taken all of its steps.
 
     Attributes:
         rows: `(M,)` their places in the stack.
@@ -715,7 +721,7 @@ class Piece(NamedTuple):
 
 
 def divide(optimizer: Optimizer, tensor: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Put rows of a stacked tensor, with their state, in its place in the optimiser; return them.
+    """Replace a stacked tensor in the optimiser by rows of it, with their state; return them.
 
     Args:
         optimizer: holds the tensor.

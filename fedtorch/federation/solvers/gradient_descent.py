@@ -1,12 +1,12 @@
 """Gradient descent of any module on stacked clients.
 
 All clients of a block take their steps together: `vmap(loss)(stacked, batches).sum().backward(); optimizer.step()`.
-Each gets what a loop of its own would have given: its own minibatches, its own number of steps, its own draws. In a
-step those clients share an evaluation whose batches have the same shapes, which is exact for every loss; groups of
-fewer than three are evaluated one by one. Clients of unequal size share padded, weighted steps only where the types of
-layers and loss say that a batch's loss is the mean of its rows', or where `rowwise=True` says so. Clients are trained
-apart by steps per epoch when the schedule or the module counts epochs, and by position when the optimiser's state is
-kept between rounds. Every kind of step is held against the user's own module on real rows, once (`step_check`).
+Each gets the result of a loop for it alone: its own minibatches, its own number of steps, its own draws. In a step,
+clients with batches of the same shapes share an evaluation, which is exact for every loss; groups of fewer than three
+are evaluated one by one. Clients of unequal size share padded, weighted steps only if the types of layers and loss
+prove that a batch's loss is the mean of its rows', or with `rowwise=True`. Clients are grouped by steps per epoch if
+the schedule or the module counts epochs, and by position if the optimiser's state is kept between rounds. Every kind of
+step is compared with the user's own module on real rows, once (`step_check`).
 """
 
 from __future__ import annotations
@@ -59,64 +59,63 @@ def gradient_descent(
     """Return a local solver that trains `module` by its own optimiser, on stacked clients.
 
     The added `Quadratic` enters as its gradient λx − h, before the optimiser's step. `Local.info` has `loss`, the mean
-    training loss over the client's steps, and what the module logs by `self.log`: numbers by their mean over the steps
-    (over rows with `on_epoch=True`), or as `reduce_fx` says; a torchmetrics metric by its value over all of the
-    client's batches in the round, and a value that a metric's call returned as a number.
+    training loss over the client's steps, and the module's logs by `self.log`: numbers by their mean over the steps
+    (over rows with `on_epoch=True`), or by `reduce_fx`; a torchmetrics metric by its value over all of the client's
+    batches in the round, and the return value of a metric's call as a number.
 
     Args:
         module: an unmodified LightningModule, or an `nn.Module` together with `loss` and `optimizer`. Parameters with
-            `requires_grad=False` stay as they are and are never sent.
+            `requires_grad=False` do not change and are never sent.
         epochs: passes over a client's rows in each round; exactly one of `epochs` and `steps` is given.
         steps: minibatches in each round, going through as many epochs as that takes.
-        rounds: how many the run has, for modules that ask their trainer for `max_epochs` or
+        rounds: number of rounds of the run, for modules that use their trainer's `max_epochs` or
             `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training. `ft.run` and the
             Trainer of a `Federation` compare it with their own.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders, see
-            `ft.data.from_loaders`, have batches of their own, which are taken in turn: those of several clients that
-            are alike, or padded, together, and with `batched=False` batches of any kind.
-        drop_last: whether the last minibatch of an epoch is left out if it is smaller, as `DataLoader` does, for
-            example where BatchNorm would see one row. Clients with fewer rows than `batch_size` are refused.
+        batch_size: rows of a minibatch; None uses all of a client's rows in every step. Clients with loaders, see
+            `ft.data.from_loaders`, have batches of their own, used in their order: equal or padded ones of several
+            clients together, and with `batched=False` batches of any kind.
+        drop_last: whether a smaller last minibatch of an epoch is left out, as by `DataLoader`, for example because
+            BatchNorm would see one row. Clients with fewer rows than `batch_size` are refused.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
             dict reaches its `forward` by name.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`. Torch's
             elementwise classes without hooks (SGD, Adam, AdamW, Adagrad, Adadelta, RMSprop, Rprop, NAdam, RAdam, Adamax
             and ASGD) step all clients at once. Of any other each client has its own, as in its own loop, at the cost of
             K steps in Python.
-        reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state, which
-            an optimiser refuses that keeps more than numbers and tensors of each parameter.
-            Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
-            first being 0, a client begins at r times its own epochs and steps, also if it has been away.
-        buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
-            error, "local" keeps each client's own, "average" averages their values, whatever they began with. Counts
-            and flags travel too: a flag that a client has raised is raised everywhere (GPyTorch's
-            `variational_params_initialized`).
-        batched: "auto" evaluates clients together where their batches have the same shapes and `torch.vmap` can run the
-            module, and one by one elsewhere (`.item()` of floats, `x[mask]`, packed sequences); it logs why, once.
-            True raises an error instead, False goes one by one. All give what a loop would, up to rounding, or refuse.
-            Once a run and shape of a batch, stacked steps are held against the module alone on real rows.
+        reset: "round" resets the optimiser's moments each round; "never" keeps them in the client's state, which needs
+            an optimiser whose state has only numbers and tensors of each parameter. Schedules, `current_epoch` and
+            `global_step` continue either way, on the federation's clock: in round r, the first being 0, a client starts
+            at r times its own epochs and steps, even if it missed rounds.
+        buffers: treatment of buffers that training changes, such as BatchNorm's statistics. "refuse" raises an error,
+            "local" keeps each client's own, "average" averages their values. Counts and flags travel too: a flag raised
+            at one client is raised everywhere (GPyTorch's `variational_params_initialized`).
+        batched: "auto" evaluates clients together if their batches have the same shapes and `torch.vmap` can run the
+            module, and one by one otherwise (`.item()` of floats, `x[mask]`, packed sequences); it logs the reason
+            once. True raises an error instead, False goes one by one. All give the result of a loop, up to rounding, or
+            an error. Once a run and shape of a batch, stacked steps are compared with the module alone on real rows.
         rowwise: a promise that a batch's training loss is the mean of its rows' losses, so that clients of unequal size
-            share padded steps, whose rows are weighted. It is held against real rows, in all steps of the first round
-            and in one of every later round; a round in which it fails ends the run and is not committed. Of chains of
+            share padded steps, whose rows are weighted. It is tested on real rows, in all steps of the first round and
+            in one of every later round; a round in which it fails ends the run and is not committed. For chains of
             `torch.nn` layers with a loss of torch it is known. Without it, unequal clients share the steps in which
-            their batches have the same shapes. Evaluation pads nothing for it.
-        compile: True captures a step's tensor operations once per shape and replays them, about twice as fast
-            for small modules. The module's Python code then runs twice only: it must not depend on the batch index, the
-            trainer's counters or anything else that changes from step to step. Modules that draw random numbers,
-            branch on values or have stacked buffers are not captured.
+            their batches have the same shapes. Evaluation does not use it.
+        compile: True captures a step's tensor operations once per shape and replays them, about twice as fast for small
+            modules. The module's Python code then runs twice only, so it must not depend on the batch index, the
+            trainer's counters or anything else that changes from step to step. Modules that draw random numbers, branch
+            on values or have stacked buffers are not captured.
         clip: the largest norm of a client's gradient, the quadratic's included, before its optimiser's step, as
             `gradient_clip_val` of a Trainer.
         precision: "bf16" computes the losses' products under `torch.autocast` in bfloat16 while parameters, gradients
-            and optimisers keep their dtype, as `precision="bf16-mixed"` of a Trainer; "tf32" gives products of float32
-            on a CUDA device 10 bits of their factors, and does nothing elsewhere; "32" leaves all to torch's settings.
+            and optimisers keep their dtype, like a Trainer's `precision="bf16-mixed"`; "tf32" computes float32 products
+            on a CUDA device with factors of 10 bits, and has no effect elsewhere; "32" leaves all to torch's settings.
         project: applied to the stacked parameters after every step, for constraints.
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
     Raises:
-        TypeError, ValueError, RuntimeError: at construction or on first sight of the data (when a population is bound),
-            if a module that says `all_rows = True`, its loss being one of all rows of a client, is given minibatches,
-            if the module cannot run stacked, checkpoints activations, or cannot take the rows of some client (their
-            number of features, their dtype, labels out of range), or if the loss depends on parameters that are not
-            trained (a closure over `module`, a plain list of parameters); the message says what to do.
+        TypeError, ValueError, RuntimeError: at construction or when a population is bound: a module with
+            `all_rows = True`, whose loss needs all rows of a client, is given minibatches; the module cannot run
+            stacked, checkpoints activations, or cannot use the rows of some client (their number of features, their
+            dtype, labels out of range); or the loss depends on parameters that are not trained (a closure over
+            `module`, a plain list of parameters). The message has the remedy.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -190,7 +189,7 @@ def gradient_descent(
 
 
 def _check_rowwise(module: nn.Module, batched: bool | str) -> None:
-    """Raise ValueError for a promise that the settings, or a layer of the module, contradict."""
+    """Raise ValueError if the settings, or a layer of the module, contradict the promise."""
     if batched is False:
         raise ValueError(
             "Expected batched='auto' or True with rowwise=True, which is about shared steps, but got False"
@@ -204,7 +203,7 @@ def _check_rowwise(module: nn.Module, batched: bool | str) -> None:
 
 
 def _without_loaders(descent: Descent, data: Any) -> Any:
-    """Look at a block of a module that takes all of a client's rows at once.
+    """Try a module that uses all of a client's rows at once on a block.
 
     Raises:
         ValueError: the clients have loaders, and so minibatches.

@@ -1,8 +1,7 @@
-"""What a user's module keeps or draws outside of its tensors, while it trains for many clients in turn.
+"""State and random draws of a user's module outside of its tensors, while it trains for many clients in turn.
 
-Python's and NumPy's global generators know nothing of clients, and neither do Pyro's parameter store, and buffers and
-frozen parameters that are not stacked. Each is looked at around a step, and what cannot be a client's own is refused by
-name.
+Python's and NumPy's global generators are shared by all clients, as are Pyro's parameter store, and buffers and frozen
+parameters that are not stacked. Each is compared around a step, and shared state raises an error that names it.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class HostGenerators:
 
     @staticmethod
     def restore(state: tuple[Any, Any]) -> None:
-        """Put both back to a state."""
+        """Restore both generators to a state."""
         python_random.setstate(state[0])
         np.random.set_state(state[1])  # noqa: NPY002
 
     @classmethod
     def moved(cls, before: tuple[Any, Any]) -> bool:
-        """Put both back to `before`; return whether a number was drawn since then."""
+        """Restore both generators to `before`; return whether a number was drawn since then."""
         python, numpy = cls.state()
         same = python == before[0] and numpy[2:] == before[1][2:] and np.array_equal(numpy[1], before[1][1])
         if not same:
@@ -57,7 +56,7 @@ class HostGenerators:
     @classmethod
     @contextmanager
     def seeded(cls, seed: int) -> Iterator[None]:
-        """Let both draw from a seed inside, and be where they were afterwards."""
+        """Seed both generators inside the context, and restore them afterwards."""
         before = cls.state()
         try:
             python_random.seed(seed)
@@ -68,9 +67,9 @@ class HostGenerators:
 
 
 class SetGenerators:
-    """Looks inside whether a user's code sets one of torch's global generators to a seed or a state.
+    """Context that detects whether a user's code sets one of torch's global generators to a seed or a state.
 
-    That cannot be seen afterwards where the seed or the state is the one that it has.
+    A comparison afterwards would miss a seed or state equal to the present one.
 
     Attributes:
         met: whether it did.
@@ -106,14 +105,14 @@ def _root(frame: Any) -> str:
 
 
 class UnchangedTensors:
-    """The tensors of a module that training must leave as they are.
+    """The tensors of a module that training must not change.
 
     These are buffers and frozen parameters that are not stacked, and the module's own tensors in whose places the
     clients' are while they train.
 
     Args:
-        module: whose tensors.
-        stacked: names of those that may change, for every client has its own.
+        module: has the tensors.
+        stacked: names of those that may change, because every client has its own.
     """
 
     def __init__(self, module: nn.Module, stacked: Sequence[str]) -> None:
@@ -129,11 +128,11 @@ class UnchangedTensors:
                         self._places.append((table, name, path))
         self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a buffer, and a copy of it
         self._replaced = [(name, named[name]) for name in stacked if name in named]
-        self._versions: list[int] = []  # of these
+        self._versions: list[int] = []  # versions of these
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def check(self) -> None:
-        """Raise if a tensor is not what it was before the first step; some kernels leave no other trace.
+        """Raise if a tensor has changed since the first step; some kernels do not change its version.
 
         Raises:
             ValueError: a buffer was written, or a frozen parameter has been made one that trains.
@@ -155,7 +154,7 @@ class UnchangedTensors:
             )
 
     def _differing(self) -> list[str]:
-        """Return the names of buffers whose values differ from those before the first step, and put these back."""
+        """Return the names of buffers whose values have changed since the first step, and restore them."""
         changed = []
         for table, name, path in self._places:
             tensor = table.get(name)
@@ -166,7 +165,7 @@ class UnchangedTensors:
         return changed
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Raise ValueError at the end where a buffer was written; all are put back to what they were."""
+        """Raise ValueError at the end if a buffer was written; restore all buffers."""
         if not self._versions:
             self._versions = [tensor._version for _, tensor in self._replaced]
         return self._watched() if self._places else nullcontext()
@@ -192,7 +191,7 @@ class UnchangedTensors:
                 self._refuse(sorted({*changed, *self._differing()}))
 
     def _put_back(self, table: dict[str, Any], name: str, tensor: Tensor | None, version: int | None) -> bool:
-        """Put one buffer back and return whether its value was another one."""
+        """Restore one buffer; return whether its value had changed."""
         now, table[name] = table.get(name), tensor
         if now is tensor and (tensor is None or tensor._version == version):
             return False
@@ -220,7 +219,7 @@ class UnchangedTensors:
 
 
 def refuse_thawed(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise ValueError for parameters that were frozen, and that training lets train."""
+    """Raise ValueError for frozen parameters that the module unfreezes in training."""
     if names:
         raise ValueError(
             f"Training unfreezes the parameters {', '.join(names)} of {type(module).__name__}, which are not sent; set "

@@ -1,4 +1,4 @@
-"""Rows that are read from a data set in every round anew, by any local solver."""
+"""Rows read from a data set in every round, for any local solver."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _TRANSFORMS = 0x52656164  # purpose of a client's key: the draws of its transforms
-_CLIENTS, _ROWS = 4, 8  # at most so many are tried before the first round
+_CLIENTS, _ROWS = 4, 8  # most clients and rows that are tried before the first round
 
 
 def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
     """Return a local solver for clients that have numbers of items, as `ft.data.partition(dataset, …)` gives them.
 
-    The items of a block's clients are read when its round begins, with torch's, NumPy's and Python's generators seeded
-    from each client's key: a random transform draws again in every round, the same in every population. All epochs of
-    one round see the same draw: for one in every epoch, let a round be one epoch. Memory is that of a block, see
-    `chunk=` of a population. Evaluation takes rows: those of `ft.data.read(data, dataset)`.
+    The items of a block's clients are read at the start of its round, with torch's, NumPy's and Python's generators
+    seeded from each client's key: a random transform draws again in every round, the same in every population. All
+    epochs of one round have the same draw; for a draw in every epoch, use rounds of one epoch. Memory is that of a
+    block, see `chunk=` of a population. For evaluation, use the rows of `ft.data.read(data, dataset)`.
 
     Args:
-        local: how a client works on its own problem, once it has its rows.
+        local: solver of a client's own problem, given its rows.
         dataset: map-style, of items that `torch.utils.data.default_collate` can stack.
 
     Example:
@@ -55,7 +55,7 @@ def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
 
 
 def _prepare(local: LocalSolver, dataset: Any, data: ClientData) -> ClientData:
-    """Return the numbers as they are, after a look at what a few of them stand for."""
+    """Return the item numbers unchanged, after a trial with a few of the items."""
     numbers = data.batch
     if not isinstance(numbers, Tensor) or numbers.ndim != 2 or numbers.dtype != torch.int64:
         raise ValueError(
@@ -82,7 +82,7 @@ def _solve(
 
 
 def _read(dataset: Any, data: ClientData, keys: Tensor) -> ClientData:
-    """Return a block of rows for one of numbers, zeros where there is none."""
+    """Return a block of rows for one of item numbers, zeros on padding."""
     device, width, read = data.count.device, data.batch.shape[1], []
     for numbers, count, key in zip(data.batch, data.count.tolist(), keys.tolist()):
         with seeded(key % 2**63):

@@ -12,12 +12,12 @@ of size η are
     \theta^0 - V \mathrm{diag}(f) V' g, \qquad f = 1 / m \quad\text{or}\quad f = \eta \sum_{t < T} (1 - \eta m)^t.
 
 A λ that all parameters share only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared,
-and a round costs O(p²) whatever the number of rows and steps. Everything is kept in float64, because X'X squares the
-condition number.
+and a round costs O(p²) for any number of rows and steps. All numbers are in float64, because X'X squares the condition
+number.
 
-Features may have any units. Where the m differ by more than 1e6, V is too inexact for the minimiser, which then comes
-from the curvature with its columns brought to one size (`fedtorch.linalg`), O(p³) a round. Gradient steps are those in
-the units of the features as given: along a feature that is small beside the others they lead nowhere.
+Features may have any units. If the m differ by more than 1e6, V is too inexact for the minimiser, which then comes from
+the curvature with columns scaled to one size (`fedtorch.linalg`), O(p³) a round. Gradient steps are those in the units
+of the given features: along a comparatively small feature they make no progress.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def least_squares(
 ) -> LocalSolver:
     """Return a local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
 
-    Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
-    quadratic), it is the one nearest to the start in the units of the features, which is where gradient descent would
-    have gone; a feature that is always zero keeps its coefficient. Dependent features are warned of. With `steps` it is
-    where full-batch `torch.optim.SGD` on `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss`
-    at the solution.
+    If the minimiser is not unique (fewer rows than features, or linearly dependent features, and no quadratic), the
+    result is the one nearest to the start in the units of the features, the limit of gradient descent; a feature that
+    is always zero keeps its coefficient. Dependent features give a warning. With `steps` the result is that of
+    full-batch `torch.optim.SGD` on `torch.nn.functional.mse_loss`. `Local.info` has the mean squared `loss` at the
+    solution.
 
-    For logistic and Poisson regression it is iteratively reweighted least squares, the steps of Newton's method on the
-    mean negative log-likelihood; the module's output is the log-odds, or the log rate.
+    Logistic and Poisson regression use iteratively reweighted least squares, the steps of Newton's method on the mean
+    negative log-likelihood; the module's output is the log-odds, or the log rate.
 
     Args:
         module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;
@@ -62,9 +62,9 @@ def least_squares(
         steps: gradient steps T of a round; None for the minimiser.
         lr: their size η; default: 1 / the largest curvature of each client with its quadratic, by which its objective
             never increases.
-        family: "gaussian", "logistic" (responses 0 or 1) or "poisson" (counts); of the latter two `steps` are Newton's,
-            at most so many, without `lr`, and the module has one output. Where all responses of a client can be told
-            apart there is no finite minimiser without a quadratic, as `ft.matrix_normal` has; steps then end far out,
+        family: "gaussian", "logistic" (responses 0 or 1) or "poisson" (counts). For the latter two `steps` is the most
+            Newton steps, there is no `lr`, and the module has one output. If a client's responses are separable there
+            is no finite minimiser without a quadratic, such as that of `ft.matrix_normal`; steps then end far out,
             where they gain nothing more.
 
     Raises:
@@ -187,7 +187,7 @@ def _solve(
     quadratic: Quadratic | None,
     turn: Turn,
 ) -> Local:
-    share, fit = 2 / form.outputs, data.fit.solution  # from here on θ is about the fit
+    share, fit = 2 / form.outputs, data.fit.solution  # from here on θ is relative to the fit
     old = form.join(start).to(torch.float64) - fit
     added = None if quadratic is None else _added(quadratic, start, form, fit)
     if steps is None:
@@ -208,7 +208,7 @@ class _Added(NamedTuple):
 
 
 def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm, fit: Tensor | float = 0.0) -> _Added:
-    """Return the quadratic of what coefficients are beyond a fit `(K, p, o)`, but for a constant."""
+    """Return the quadratic relative to a fit `(K, p, o)`, up to a constant."""
     common = quadratic.precision
     precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
     precision = precision.to(torch.float64)
@@ -236,7 +236,7 @@ def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) 
 
 
 def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
-    """Return the same whatever the units of the features."""
+    """Return the minimiser in a way that does not depend on the units of the features."""
     matrix, right = data.statistics.gram * share, data.left * share
     if added is not None:
         matrix, right = matrix + added.precision.expand(right.shape[:2]).diag_embed(), right + added.shift
@@ -269,7 +269,7 @@ def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Te
     rate = largest.reciprocal().masked_fill_(largest <= 0, 0.0) if lr is None else torch.full_like(largest, lr)
     # From T's binary digits: a sum of T powers twice over is that sum times 1 + q^T, and one more term is q^T.
     ratio = 1 - rate * curvature
-    power, total = ratio, torch.ones_like(ratio)  # of the first digit, which is 1
+    power, total = ratio, torch.ones_like(ratio)  # of the first binary digit, which is 1
     for digit in f"{steps:b}"[1:]:
         total, power = total.addcmul(total, power), power * power
         if digit == "1":
@@ -293,7 +293,7 @@ class LinearForm(NamedTuple):
     features: int  # d, the intercept not among them
     design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)
     join: Callable[[Tree], Tensor]  # parameters -> θ (K, p, o)
-    split: Callable[[Tensor], dict[str, Tensor]]  # its inverse
+    split: Callable[[Tensor], dict[str, Tensor]]  # inverse of `join`
 
 
 def linear_form(module: nn.Module) -> LinearForm:

@@ -1,8 +1,8 @@
 """The faithful loop: a real `lightning.Trainer.fit` per client, for any LightningModule.
 
-Hooks, several optimisers, manual optimisation, ReduceLROnPlateau, gradient accumulation, torchmetrics, LSTMs
-and callbacks work as they do outside a federation, at the price of a Trainer per client and round. Whatever
-`gradient_descent` can do, it does faster and with the same numbers.
+Hooks, several optimisers, manual optimisation, ReduceLROnPlateau, gradient accumulation, torchmetrics, LSTMs and
+callbacks work as outside a federation, at the price of a Trainer per client and round. `gradient_descent` is faster for
+the modules that it supports, with the same numbers.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ _SILENT = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "num_sanity_val_steps": 0,
 }
-_NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")  # of a Trainer that only shows optimisers
+# arguments for a Trainer that only shows optimisers
+_NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")
 _LOADERS = ("train_dataloader", "val_dataloader")
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
-_SIGNALS = tuple(sorted(signal.valid_signals()))  # as numbers and names, which takes long to ask for
+_SIGNALS = tuple(sorted(signal.valid_signals()))  # numbers and names; their query is slow
 
 
 def lightning_fit(
@@ -85,52 +86,48 @@ def lightning_fit(
 ) -> LocalSolver:
     r"""Return a local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
 
-    Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
-    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers; or the loader or
-    data module that it has, as it is, see `ft.data.from_loaders` and `from_datamodules`. The added
-    `Quadratic` enters as its gradient λx − h, once in each optimiser step, after accumulation and before
-    clipping; the value of a closure does not contain it. Random draws come from torch's, numpy's and Python's
-    generators, seeded from the client's key: reproducible, but not the draws of `gradient_descent`.
+    Every client gets a copy of the module with its own start, and a `DataLoader` over its rows with the minibatches of
+    `gradient_descent`, so a module without randomness ends with the same numbers; or its own loader or data module,
+    unchanged, see `ft.data.from_loaders` and `from_datamodules`. The added `Quadratic` enters as its gradient λx − h,
+    once in each optimiser step, after accumulation and before clipping; the value of a closure does not contain it.
+    Random draws come from torch's, numpy's and Python's generators, seeded from the client's key: reproducible, but not
+    the draws of `gradient_descent`.
 
-    Trainers are silent and write no files unless the arguments say so, run in this process alone, and leave
-    the surroundings (generators, torch's flags, signal handlers, environment) as they were: a fit may run in
-    the step of another Trainer and under torchrun. The outer Trainer's precision does not apply; give
-    `precision=` here.
+    Trainers are silent and write no files unless the arguments demand it, run in this process alone, and restore the
+    environment (generators, torch's flags, signal handlers, variables): a fit may run in the step of another Trainer
+    and under torchrun. The outer Trainer's precision does not apply; give `precision=` here.
 
-    What a fit leaves outside of its copy of the module (a global, a closure, a class) must not be read by another
-    client's. The first fit of a run is taken twice, without loggers and checkpoints, unless clients have loaders: it is
-    refused where it differs.
+    State that a fit leaves outside of its copy of the module (a global, a closure, a class) must not be read by another
+    client's fit. The first fit of a run is done twice, without loggers and checkpoints, unless clients have loaders: an
+    error is raised if the two differ.
 
-    `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
-    `self.log`, as it stands at the end of the fit. `Local.lr_sum` adds up the learning rates of the first
-    optimiser's first group.
+    `Local.info` has `loss`, the mean training loss over the client's batches, and the module's logs by `self.log` at
+    the end of the fit. `Local.lr_sum` adds up the learning rates of the first optimiser's first group.
 
     Args:
-        module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
-            never sent.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders have
-            batches of their own, and an order.
-        drop_last: whether the last minibatch of an epoch is left out if it is smaller. Clients with fewer rows than
-            `batch_size` are refused.
-        rounds: how many the run has, where `configure_optimizers` asks its trainer how long training is: for a schedule
-            over the whole run. "each" makes one that spans a round and begins anew in each.
-        reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
-            `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
-            also if it has been away; but `ReduceLROnPlateau` begins anew in each.
-        buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
-            raises an error, "local" keeps each client's own, "average" averages their values, whatever they began
-            with, those of counts and flags too.
-        shuffle: whether each epoch goes through the rows in a new order.
-        ignore_hooks: "train_dataloader" leaves that of the module alone, which is refused otherwise; its
-            `val_dataloader` is what the Trainers validate on.
-        trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
-            Callbacks and plugins are copied for each client.
+        module: an unmodified LightningModule. Parameters with `requires_grad=False` do not change and are never sent.
+        batch_size: rows of a minibatch; None uses all of a client's rows in every step. Clients with loaders have
+            batches and an order of their own.
+        drop_last: whether a smaller last minibatch of an epoch is left out. Clients with fewer rows than `batch_size`
+            are refused.
+        rounds: number of rounds of the run, if `configure_optimizers` uses its trainer's length of training: for a
+            schedule over the whole run. "each" makes a schedule over a round that restarts in each.
+        reset: "round" resets optimisers and callbacks each round, the only choice here. Schedulers and `current_epoch`
+            continue: in round r, the first being 0, a client starts at r times its own epochs and steps, even if it
+            missed rounds; but `ReduceLROnPlateau` restarts in each.
+        buffers: treatment of buffers that training changes, such as BatchNorm's statistics. "refuse" raises an error,
+            "local" keeps each client's own, "average" averages their values, those of counts and flags too.
+        shuffle: whether each epoch uses the rows in a new order.
+        ignore_hooks: "train_dataloader" ignores the module's own, which is an error otherwise; the Trainers validate on
+            its `val_dataloader`.
+        trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required. Callbacks
+            and plugins are copied for each client.
 
     Raises:
-        TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
-            take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
-            that changes buffers, unfreezes parameters, uses a line search, reads what another client's has left or has
-            a loss of parameters that are not trained.
+        TypeError, ValueError: at construction; when a population is bound, for rows that the `training_step` cannot use
+            (not checked with hooks, callbacks, plugins and `precision`, which may change the rows); or in a fit that
+            changes buffers, unfreezes parameters, uses a line search, reads state of another client's fit or has a loss
+            of parameters that are not trained.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
@@ -232,7 +229,7 @@ class _Fit:
         self.parameters = {**functional.parameters(self.module), **self.averaged.start}
         self._shared = KeptSlots(partial(refuse_shared, type(module).__name__))
         self._tried: StackedLoss | None = None
-        if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
+        if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows
             with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
                 self._tried = StackedLoss(Objective(training_copy(module, _LOADERS)), self.trained, [], batched=False)
 
@@ -250,11 +247,11 @@ class _Fit:
         return data
 
     def batches(self, count: Tensor) -> Tensor:
-        """Return how many minibatches an epoch of clients with so many rows has."""
+        """Return the minibatches of an epoch for clients with these numbers of rows."""
         return limited(batches_of(count, self.batch_size, self.drop_last), self.limit)
 
     def look(self, batches: Tensor, round: int) -> list[LocalOptimizer]:
-        """Return the optimisers as a round finds them, see `LocalSchedule`: Trainers are started for it."""
+        """Return the optimisers at the start of a round, see `LocalSchedule`, by starting Trainers."""
         plain = {n: v for n, v in self.arguments.items() if n not in _NOT_LOOKED_AT}
 
         def begin(looking: Look, size: int) -> None:
@@ -315,12 +312,12 @@ class _Fit:
         count = data.count[client : client + 1].cpu()
         turn.takes(torch.tensor([watch.rows]), count)
         of_all = {"loss"} if 0 < watch.batches == len(watch.losses) else set()
-        for name in fitted.info.keys() - of_all:  # other values may be of any batch: a Trainer does not tell
+        for name in fitted.info.keys() - of_all:  # other values may be of any batch, unknown to the solver
             turn.takes(torch.tensor([watch.least]), count, name)
         return fitted
 
     def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:
-        """Raise StateKept unless a fit that is taken twice is the same."""
+        """Raise StateKept unless a repeated fit gives the same result."""
         names = [name for name, value in fitted.tensors.items() if value.is_floating_point() or value.is_complex()]
         gaps = {name: relative_gap(fitted.tensors[name], again.tensors[name]) for name in names}
         beyond = [gap for name, gap in gaps.items() if gap > tolerance(fitted.tensors[name].dtype)]
@@ -332,7 +329,7 @@ class _Fit:
         refuse_untrained(loss, module.parameters(), module, self._original)
 
     def _batches(self, data: ClientData, client: int, key: Tensor) -> dict[str, Any]:
-        """Return a client's minibatches, which are those of `Batches`, as a Trainer's `fit` is given them."""
+        """Return a client's minibatches, those of `Batches`, for a Trainer's `fit`."""
         count = int(data.count[client])
         rows = tree.map(lambda leaf: leaf[client, :count], data.batch)
         order = OrderOfRows(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
@@ -363,7 +360,7 @@ class _Fit:
         before = {} if self.policy != "refuse" else functional.buffers(module)
         frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
         outside = PythonState(module)
-        kept = outside.snapshot()
+        fields_before = outside.snapshot()
         self._shared.hide()
         trainer = RoundTrainer(**self._trainer_arguments(arguments, watch, device, limit))
         try:
@@ -380,7 +377,7 @@ class _Fit:
         refuse_changed_buffers(module, before)
         shared = PythonState(self.module).snapshot()
         now = {key: entry for key, entry in outside.snapshot().items() if key in shared}
-        self._shared.add(changed(kept, now))
+        self._shared.add(changed(fields_before, now))
         thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
         refuse_thawed(module, thawed)
         moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]
@@ -447,10 +444,10 @@ def client_batches(data: ClientLoaders, client: int, seed: int) -> Iterator[dict
 
 @contextmanager
 def named(client: int, watch: Watch) -> Iterator[None]:
-    """Say of whatever goes wrong in a fit that it is this client's, unless it is the module's or the settings'.
+    """Attribute errors in a fit to this client, unless the module or the settings are at fault.
 
     Raises:
-        BadClients: it is, or the loader gave no batch.
+        BadClients: the client's fit failed, or its loader gave no batch.
     """
     try:
         yield
@@ -465,7 +462,7 @@ def named(client: int, watch: Watch) -> Iterator[None]:
 
 
 class RowsOfClient(Dataset):
-    """One client's rows for a `DataLoader`, taken a batch at a time."""
+    """One client's rows for a `DataLoader`, one batch at a time."""
 
     def __init__(self, rows: Tree, count: int) -> None:
         self.rows, self.count = rows, count
@@ -489,7 +486,7 @@ class OrderOfRows(Sampler[int]):
         self.first: int | None = None  # epoch of the round, by the federation's clock
 
     def set_epoch(self, epoch: int) -> None:
-        """Note the epoch, as Lightning does at the start of each."""
+        """Record the epoch; Lightning calls this at the start of each."""
         self.first = epoch if self.first is None else self.first
         self.epoch = epoch - self.first
 
@@ -508,15 +505,15 @@ def _nothing(stage: str = "") -> None:
 
 @contextmanager
 def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
-    """Seed generators from `seed`, gradients on, Lightning silent; afterwards everything is as it was.
+    """Seed generators from `seed`, enable gradients and silence Lightning; restore all afterwards.
 
     Args:
         device: of the data.
-        accelerator: what the Trainer is told to use; None leaves it to the device.
-        seed: of torch's, numpy's and Python's generators.
+        accelerator: the Trainer's argument; None chooses by the device.
+        seed: for torch's, numpy's and Python's generators.
     """
     if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
-        torch.cuda.init()  # its generators are there only then; where nobody uses it, it is left alone
+        torch.cuda.init()  # creates CUDA's generators; skipped if CUDA is not used
     with (
         _restored(),
         warnings.catch_warnings(),
@@ -534,7 +531,7 @@ def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None
 
 @contextmanager
 def _without_autocast(devices: set[str]) -> Iterator[None]:
-    """Switch autocast off, without a context of its own, whose cache of weights would live as long as all steps."""
+    """Disable autocast without its context, whose cache of weights would live for all steps."""
     before = {device: torch.is_autocast_enabled(device) for device in devices}
     try:
         for device in devices:

@@ -1,9 +1,9 @@
-"""Gradient steps of linear models, known by type: one program for a round, or a loop of few products.
+"""Gradient steps of linear models, known by type: one compiled program per round, or a loop with a few matrix products.
 
 The module is an `nn.Linear` or a `LinearHead` of raw features, and the loss is torch's `mse_loss`,
 `binary_cross_entropy_with_logits`, `poisson_nll_loss` or `cross_entropy`, as a function or as its module with the
-settings of its constructor. A subclass, a hook, a parametrisation or a `forward` that has been replaced makes it a
-module like any other. All of this is looked at in every round, for the user may change it between rounds.
+settings of its constructor. A subclass, a hook, a parametrisation or a replaced `forward` excludes the module. All
+conditions are checked in every round, because the user may change the module between rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LinearSteps(NamedTuple):
     loss: Loss
     form: LinearForm
     lr: float
-    weight_decay: float  # that is a part of the gradient
+    weight_decay: float  # added to the gradient
     rule: Rule | None  # how gradients become steps; None for plain SGD
 
     def family(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> Family | None:
@@ -90,36 +90,36 @@ class LinearSteps(NamedTuple):
     def solve(
         self, family: Family, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None
     ) -> Local:
-        """Take the steps; the result is that of stacked steps, up to rounding."""
+        """Take the steps; the result equals that of stacked steps, up to rounding."""
         (x, y), form = data.batch, self.form
         join = form.join if family is CATEGORICAL else lambda parameters: form.join(parameters)[..., 0]
         total = batches.total.to(x.device)
-        own, precision, shift = join(start), None, None
+        theta_start, precision, shift = join(start), None, None
         if quadratic is not None or self.weight_decay:
-            strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
+            strength = theta_start.new_zeros(len(theta_start)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
-            shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
+            shift = torch.zeros_like(theta_start) if quadratic is None else join(quadratic.shift)
         y = y.reshape(x.shape[:2])
         more: dict[str, Any] = {"lr": self.lr, "total": total, "precision": precision, "shift": shift}
-        if self._launches(own):
+        if self._launches(theta_start):
             more["batches"] = batches.chosen()
             steps = int(batches.total.max())
-            theta, loss = glm_steps.glm_steps(family, x, y, data.count, own, steps=steps, **more)
+            theta, loss = glm_steps.glm_steps(family, x, y, data.count, theta_start, steps=steps, **more)
         else:
-            theta, loss = glm_loop(family, x, y, own, batches.runs, rule=self.rule, **more)
-        kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
-        solution = form.split(theta.reshape(*own.shape[:2], -1))
-        return Local(solution, kept, self.lr * total.double(), {"loss": loss})
+            theta, loss = glm_loop(family, x, y, theta_start, batches.runs, rule=self.rule, **more)
+        solver_state = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
+        solution = form.split(theta.reshape(*theta_start.shape[:2], -1))
+        return Local(solution, solver_state, self.lr * total.double(), {"loss": loss})
 
 
 def linear_steps(
     module: nn.Module, loss: Loss | None, trained: list[str], configured: Configured, keep: bool
 ) -> LinearSteps | None:
-    """Return the steps of a linear model by an optimiser that the program knows, None of any other.
+    """Return the steps of a linear model by a supported optimiser, None for any other.
 
     Args:
         module: the user's.
-        loss: of a module that is no LightningModule.
+        loss: for a module that is not a LightningModule.
         trained: names of the parameters that are trained.
         configured: its optimiser and schedule.
         keep: whether the optimiser's state is kept between rounds.
@@ -150,7 +150,7 @@ def _family(loss: Loss) -> Family | None:
     if type(loss) not in _LOSSES or not unchanged(loss):
         return None
     family, function, settings = _LOSSES[type(loss)]
-    if getattr(F, function.__name__) is not function:  # which the module would call
+    if getattr(F, function.__name__) is not function:  # the function that the module calls
         return None
     now = {name: getattr(loss, name) for name in settings}
     return family if all(now[name] is value or now[name] == value for name, value in settings.items()) else None

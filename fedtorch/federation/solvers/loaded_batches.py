@@ -47,12 +47,14 @@ class LoadedBatch:
         return self._batches[client] if self._source.pad is None else self.as_rows(client)
 
     def as_rows(self, client: int) -> Tree:
-        """Return one client's batch as tensors, as it is in a stack."""
+        """Return one client's batch as tensors, in the form of a stack's rows."""
         (_, rows), *_ = alike([self._batches[client]], self._source.pad, self._source.mask)
         return tree.map(lambda leaf: leaf[0], rows)
 
     def parts(self, fewest: int) -> list[tuple[Tensor | None, Batch]]:
-        """Return stacks of at least so many batches of the same shapes, with their clients' places; None for all."""
+        """Return stacks of batches with the same shapes, at least `fewest` each, with their clients' positions; None
+        for all.
+        """
         return [(at, part) for at, part in self._alike if len(part.size) >= fewest]
 
     @functools.cached_property
@@ -73,7 +75,7 @@ class LoadedBatches:
         epochs: passes over each loader, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
-        limit: batches of a pass that are taken; see `Turn`.
+        limit: limit on the batches of a pass; see `Turn`.
 
     Attributes:
         total: `(K,)` batches of each client so far.
@@ -99,13 +101,13 @@ class LoadedBatches:
         self._most = None if limit is None else self.per_epoch.tolist()
         self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
         self.longest = self.round = int(self.planned.max())
-        self._ended: Tensor | None = None  # (K,) bool, who has ended before this step
+        self._ended: Tensor | None = None  # (K,) bool, clients that ended before this step
         self._ahead: tuple[LoadedBatch, list[bool]] | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> LoadedBatches:
         several, seeds = self._count > 1, random.fold_in(self._key, MODULE).tolist()
-        with ExitStack() as opening:  # of which nothing stays open if one cannot be opened
+        with ExitStack() as opening:  # closes all loaders if one cannot be opened
             opened = (self._data.opened(k, seed, several) for k, seed in enumerate(seeds))
             self._turns = [self._turn(k, opening.enter_context(each)) for k, each in enumerate(opened)]
             self._open = opening.pop_all()
@@ -130,7 +132,7 @@ class LoadedBatches:
             yield batch
 
     def ended(self, step: int) -> Tensor | None:
-        """Return which clients have taken their last step just before this one, None if nobody has."""
+        """Return which clients took their last step just before this one, None if none did."""
         return self._ended
 
     def first(self) -> LoadedBatch:
@@ -189,14 +191,14 @@ Train = Callable[[Tree, Tree, LoadedBatches, Quadratic | None, Turn], Local]
 
 
 class OneByOne(Exception):
-    """Clients that have begun together train one by one: the first batch has shown that they cannot be stacked."""
+    """Raised when the first batch shows that clients cannot be stacked, so that this group trains one by one."""
 
 
 @contextmanager
 def one_by_one(loss: Any) -> Iterator[None]:
-    """Raise OneByOne where a look at the first batch ends with `batched="auto"` taking clients one by one.
+    """Raise OneByOne if the trial of the first batch shows that `batched="auto"` must train clients one by one.
 
-    Batches that are not of tensors, which raise NotTensors, are among what it takes one by one.
+    This includes batches that are not of tensors, which raise NotTensors.
 
     Args:
         loss: a `StackedLoss`.
@@ -216,11 +218,11 @@ def one_by_one(loss: Any) -> Iterator[None]:
 def check_settings(batch_size: int | None, **others: Any) -> None:
     """Raise ValueError for settings of how batches are made, which are the loaders' own."""
     given = {"batch_size": batch_size, **others}
-    said = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if said:
+    settings = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if settings:
         raise ValueError(
             "Expected no settings of batches for clients with loaders, whose batches are taken as they are, but got "
-            f"{', '.join(said)}; give them to the loaders"
+            f"{', '.join(settings)}; give them to the loaders"
         )
 
 
@@ -239,7 +241,7 @@ def descend(
 
     Args:
         train: takes all steps of a group.
-        look: at the first batches, before the first step.
+        look: called with the first batches, before the first step.
         groups: the places of clients in the block.
         limits: epochs and steps, one of them None.
         start, state, data, quadratic, turn: of the block; see `LocalSolver`.
@@ -257,7 +259,7 @@ def descend(
                 done.append(_named(train, first, old, batches, pull, turn.with_key(keys)))
             turn.takes(batches.taken, loaders.count.cpu())
         except BadClients as error:
-            if len(error.rows) == len(rows) > 1:  # any of them: those that train alone are none of the bad
+            if len(error.rows) == len(rows) > 1:  # the first client may be at fault: clients trained alone were not
                 alone = [row[None] for row in rows]
                 descend(train, look, alone, limits, start, state, data, quadratic, turn)
             raise BadClients(rows[torch.tensor(error.rows)], str(error)) from error.__cause__
@@ -265,7 +267,7 @@ def descend(
 
 
 def _named(train: Train, start: Tree, state: Tree, batches: LoadedBatches, quadratic: Any, turn: Turn) -> Local:
-    """Return the solution of a group; of whatever goes wrong say that it is theirs."""
+    """Return the solution of a group; attribute errors to its clients."""
     try:
         return train(start, state, batches, quadratic, turn)
     except BadClients:

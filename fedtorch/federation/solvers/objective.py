@@ -1,8 +1,9 @@
-"""A module's training loss as a function of its tensors, so that it can be called for many clients at once.
+"""A module's training loss as a function of its tensors, which can be evaluated for many clients at once.
 
 The user's module is copied; the copy is not a registered child of anything. A LightningModule runs unmodified: its
 `self.log` is collected, the calls of its torchmetrics are recorded (see `training_metrics`), and a stand-in trainer
-answers the few questions that have an answer per client. What cannot run stacked is refused by name.
+answers those trainer attributes that have a value per client. Everything that cannot run stacked raises an error that
+names it.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ _TRAINING_HOOKS = (
 
 
 class AnswersDiffer(NotImplementedError):
-    """A module asks its trainer what clients of one step would be answered differently."""
+    """A module reads a trainer attribute whose value differs between the clients of one step."""
 
 
 class TrainerStandIn:
-    """Answers what a trainer of one client would; any other question is refused by name.
+    """Stand-in for one client's Trainer; attributes that it does not have raise an error with their name.
 
-    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step;
-    what is the same for every client alone (one device, no callbacks, fitting) is not among them.
+    `asked` collects the attributes that the module has read, because clients whose values differ cannot share a step.
+    Values that are the same for every client (one device, no callbacks, fitting) are not collected.
 
     Example:
         >>> trainer = TrainerStandIn()
@@ -86,7 +87,7 @@ class TrainerStandIn:
         NotImplementedError: Expected the module to ask its trainer only for ..., but it asked for 'trainer.logger'; ...
     """
 
-    DIFFERS: ClassVar[object] = object()  # in place of an answer that is not the same for the clients of a step
+    DIFFERS: ClassVar[object] = object()  # marks a value that differs between the clients of a step
     _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
     _ALIKE: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(("num_devices", "num_nodes", "world_size", "accumulate_grad_batches"), 1),
@@ -124,20 +125,20 @@ class TrainerStandIn:
 
     @staticmethod
     def differs(name: str) -> AnswersDiffer:
-        """Return the error of a question that clients of one step would be answered differently."""
+        """Return the error for a trainer attribute whose value differs between the clients of one step."""
         return AnswersDiffer(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
 
     def batch_index(self, step: int) -> Any:
-        """Return the number of a batch in its epoch; where clients differ, what notes that it is used and raises."""
+        """Return the index of a batch in its epoch; if clients differ, a stand-in that raises when it is used."""
         index = self.answers.get("batch_idx", step)
         return DifferingIndex(self) if index is self.DIFFERS else index
 
 
 class DifferingIndex:
-    """Stands for the numbers of clients' batches where they differ; any use raises AnswersDiffer.
+    """Stand-in for a batch index that differs between clients; any use raises AnswersDiffer.
 
     Args:
-        trainer: notes that it was asked.
+        trainer: records that the index was used.
     """
 
     def __init__(self, trainer: TrainerStandIn) -> None:
@@ -151,8 +152,8 @@ class DifferingIndex:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return found._raise()
+        stand_in = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return stand_in._raise()
 
 
 for _operation in NUMBER_OPERATIONS:
@@ -161,22 +162,22 @@ for _operation in NUMBER_OPERATIONS:
 
 @functools.cache
 def _fitting() -> Any:
-    """Return the state of a Trainer that fits."""
+    """Build the state of a Trainer that is fitting."""
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
     return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
-    """Return a deep copy that can train stacked: metrics replaced, hooks checked.
+    """Deep copy a module for stacked training: metrics replaced, hooks checked.
 
     Args:
         module: the user's.
-        ignore_hooks: names of overridden hooks that training does not depend on.
+        ignore_hooks: names of overridden hooks that do not affect training.
 
     Raises:
         TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or
-            has no `training_step`; the message names what stands in the way.
+            has no `training_step`; the message names the obstacle.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected an nn.Module or a LightningModule, but got {type(module).__name__}")
@@ -190,21 +191,21 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
 
 
 def with_recorders(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that `training_copy` takes, itself, with its metrics replaced."""
+    """Copy a module that has passed `training_copy`'s checks, with its metrics replaced by recorders."""
     replace_metrics(module)
     for part in module.modules():
-        if type(part).train is not nn.Module.train:  # a part that stays in evaluation has its say
+        if type(part).train is not nn.Module.train:  # a part that stays in evaluation mode overrides `train`
             part.train(part.training)
     return module
 
 
 def refuse_own_loaders(module: L.LightningModule, ignore_hooks: Sequence[str], names: Sequence[str]) -> None:
-    """Raise TypeError for loaders of the module's own, which nobody would ask for.
+    """Raise TypeError for a module's own loaders, which the federation would never call.
 
     Args:
-        module: whose class or itself may define them.
-        ignore_hooks: those that may be left alone.
-        names: of the methods.
+        module: an instance or class that may define loaders.
+        ignore_hooks: names of loaders to ignore.
+        names: of the loader methods.
     """
     cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
     defined = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
@@ -251,11 +252,11 @@ class Objective(nn.Module):
 
     Attributes:
         supervised: whether batches have to be `(input, target)`.
-        loss: of a plain `nn.Module`.
-        metrics: the calls of the module's metrics, which it may log.
-        reductions: of logged numbers over a client's steps, by name.
-        recorded: the tensors among the arguments of the last step's calls.
-        rows: the losses of single rows, of a module that is known by type; None of others.
+        loss: the loss of a plain `nn.Module`.
+        metrics: recorded calls of the module's metrics, which it may log.
+        reductions: by logged name, the reduction over a client's steps.
+        recorded: tensor arguments of the metrics in the last step.
+        rows: losses of single rows, for modules of a known type; None for others.
     """
 
     supervised = False
@@ -264,9 +265,9 @@ class Objective(nn.Module):
     def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
         self.module = module
-        vars(self)["loss"] = loss  # no part of the module, also where it is one
+        vars(self)["loss"] = loss  # not a submodule, even if the loss is a module
         self.trainer = TrainerStandIn()
-        self._batch: Any = None  # at hand
+        self._batch: Any = None  # current batch
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
@@ -307,14 +308,14 @@ class Objective(nn.Module):
         losses, logs, recorded = vmap(example, randomness="different")(batch)
         weights = weights.to(losses.dtype)
         self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else ()
-        # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
+        # Padding is dropped instead of weighted by zero: an infinite loss on a padded row must not become NaN.
         average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
         return average(losses), {name: average(value) for name, value in logs.items()}
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
-        own = vars(self)  # an attribute of a module takes as long to set as a small operation
+        attributes = vars(self)  # setting an attribute of a module takes as long as a small operation
         self._logs.clear()
-        own["_batch"] = batch
+        attributes["_batch"] = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -324,7 +325,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs, own["_batch"] = dict(self._logs), None
+        logs, attributes["_batch"] = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
@@ -339,7 +340,7 @@ class Objective(nn.Module):
         reduce_fx: Any = "mean",
         **options: Any,
     ) -> None:
-        forked = on_step is not False and bool(on_epoch)  # a training step's logs are of the step by default
+        forked = on_step is not False and bool(on_epoch)  # in a training step, logs are per step by default
         whole = isinstance(value, MetricRecorder) or (isinstance(value, MetricValue) and value.call is None)
         reduction = Reduction("mean" if whole else reduction_named(name, reduce_fx), weighted=bool(on_epoch))
         size = options.get("batch_size")
@@ -373,14 +374,14 @@ class Objective(nn.Module):
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
-    """Return whether a step takes the number of its batch besides the batch."""
+    """Return whether a step function takes the batch index besides the batch."""
     accepts = inspect.signature(step).parameters.values()
     positional = [p for p in accepts if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in accepts)
 
 
 def reduction_named(name: str, reduce_fx: Any) -> str:
-    """Return mean, sum, min or max of what `self.log` calls `reduce_fx`."""
+    """Return the reduction (mean, sum, min or max) named by `self.log`'s `reduce_fx`."""
     given = getattr(reduce_fx, "__name__", str(reduce_fx))
     known = {"mean": "mean", "sum": "sum", "min": "min", "max": "max", "amin": "min", "amax": "max"}
     if given not in known:

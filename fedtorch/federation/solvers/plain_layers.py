@@ -1,8 +1,8 @@
-"""Modules and losses that are known by type: chains of `torch.nn` layers that treat every row by itself.
+"""Modules and losses with known behaviour by type: chains of `torch.nn` layers that treat every row separately.
 
-A batch's loss is then the mean of its rows' losses, so that clients of unequal size can share padded, weighted steps.
-The lists are closed. A subclass, a hook, a replaced `forward` or a setting that mixes rows makes a module unknown;
-that is not an error, and `rowwise=True` of `ft.gradient_descent` is the way to say what a type does not.
+A batch's loss is then the mean of its rows' losses, so clients of unequal size can share padded, weighted steps. The
+lists are closed. A subclass, a hook, a replaced `forward` or a setting that mixes rows makes a module unknown; that is
+not an error, and `rowwise=True` of `ft.gradient_descent` can declare the property instead.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ _CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
 _FUNCTIONS: dict[type, Any] = {**_REGRESSION, **_BINARY, **_CLASSES}
 for _loss in _FUNCTIONS:
     _FORWARDS[_loss] = vars(_loss).get("forward")
-_SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")  # of modules; functions have their defaults
+# settings of loss modules; loss functions have their defaults
+_SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")
 _IGNORED = -100  # the default of torch's losses of classes
 
 
@@ -128,14 +129,16 @@ class RowwiseLoss(NamedTuple):
 
     Attributes:
         module: a chain of layers.
-        loss: one of torch's, known by type too, or one of which the user has promised it.
+        loss: one of torch's, also known by type, or one with the user's promise.
     """
 
     module: nn.Module
     loss: Any
 
     def holds(self, rows: Any, count: Tensor) -> bool:
-        """Return whether it is that of rows `(x, y)`, leaves `(K, N, ...)`, of clients that have `count` `(K,)`."""
+        """Return whether the loss is rowwise for rows `(x, y)`, leaves `(K, N, ...)`, of clients with `count` `(K,)`
+        rows.
+        """
         if not (isinstance(rows, tuple) and len(rows) == 2 and all(isinstance(part, Tensor) for part in rows)):
             return False
         x, y = rows
@@ -152,7 +155,7 @@ class RowwiseLoss(NamedTuple):
         return not bool(((y == ignored) & tree.along(inside, y)).any())
 
     def has_rows(self, rows: Any) -> bool:
-        """Return whether the module treats every row of `(x, y)`, leaves `(K, N, ...)`, by itself."""
+        """Return whether the module treats every row of `(x, y)`, leaves `(K, N, ...)`, separately."""
         pair = isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor)
         return pair and works_by_rows(self.module, rows[0].ndim - 2) is not None
 
@@ -173,10 +176,10 @@ def _inside(width: int, count: Tensor) -> Tensor:
 
 
 def works_by_rows(module: nn.Module, rank: int) -> int | None:
-    """Return the dimensions of a row of the outputs of a chain that treats every row by itself; None of any other.
+    """Return the dimensions of an output row of a chain that treats every row separately; None for other modules.
 
     Args:
-        module: a layer, or an `nn.Sequential` of them.
+        module: a layer, or an `nn.Sequential` of layers.
         rank: dimensions of a row of the inputs.
 
     Example:
@@ -210,7 +213,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def predicts_by_rows(module: nn.Module) -> bool:
-    """Return whether a chain treats every row by itself whatever the dimensions of its inputs, from one on.
+    """Return whether a chain treats every row separately for inputs of any number of dimensions, from one on.
 
     >>> predicts_by_rows(nn.Sequential(nn.Linear(3, 4), nn.ReLU())), predicts_by_rows(nn.Conv1d(1, 1, 3))
     (True, False)
@@ -219,7 +222,7 @@ def predicts_by_rows(module: nn.Module) -> bool:
 
 
 def unchanged(module: nn.Module) -> bool:
-    """Return whether a layer or loss of torch does what its class did at first: no hooks, no other forward."""
+    """Return whether a layer or loss of torch has its class's original behaviour: no hooks, no other forward."""
     if torch_module._has_any_global_hook() or "forward" in vars(module):
         return False
     kind = type(module)

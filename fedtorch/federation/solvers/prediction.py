@@ -1,13 +1,12 @@
 """Predictions of stacked clients in evaluation mode.
 
-Clients are stacked with those of as many rows, for a module may couple the rows that it is given. Where it is known
-that the prediction for a row depends on that row alone, the predictor is `Rowwise`, and clients of any sizes share a
-stack, filled up with zeros. The first stack of every shape of a row is held against two of its clients alone; where
-they differ, or `vmap` cannot run the module, clients go one by one from then on.
+Clients are stacked with others of the same number of rows, because a module may couple the rows of a call. If a row's
+prediction is known to depend on that row alone, the predictor is `Rowwise`, and clients of any sizes share a stack,
+padded with zeros. The first stack of every shape of a row is compared with two of its clients alone; if they differ, or
+`vmap` cannot run the module, clients are evaluated one by one from then on.
 
-Every call of a client begins from the client's own tensors, and leaves nothing in them: neither what the module writes
-in its buffers, nor what it keeps in Python. Clients that are predicted one by one all draw from where torch's
-generators were, so that none depends on the others.
+Every call starts from the client's own tensors, and changes neither them nor the module's Python state. Clients that
+are predicted one by one all draw from the same state of torch's generators, so that none depends on the others.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Predictor:
 
     Attributes:
         function: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`.
-        writes: names of buffers that it has been seen to write in, of which the next call knows nothing.
+        writes: names of buffers that calls have written; each call gets fresh copies of them.
     """
 
     function: Predict
@@ -65,7 +64,7 @@ def shared_sizes(predict: Predict, counts: Tensor, width: int) -> Iterator[tuple
     """Yield clients that a predictor takes together, `(M,)` places, and the rows of each: all, of a `Rowwise` one.
 
     Args:
-        predict: whose calls they are.
+        predict: the predictor.
         counts: `(K,)` rows of the clients.
         width: N rows that they have with padding.
 
@@ -78,12 +77,12 @@ def shared_sizes(predict: Predict, counts: Tensor, width: int) -> Iterator[tuple
     if isinstance(predict, Rowwise) or not len(counts):
         yield torch.arange(len(counts)), width
         return
-    for count in sorted(counts.unique().tolist(), key=lambda count: count == 0):  # those without rows at the end
+    for count in sorted(counts.unique().tolist(), key=lambda count: count == 0):  # clients without rows last
         yield (counts == count).nonzero()[:, 0], count
 
 
 def unpadded(predict: Predict, tensors: Tree, inputs: Tree, mask: Tensor) -> Tree:
-    """Return predictions `(K, N, ...)` of clients, zero outside the mask `(K, N)`, none of which has seen padding.
+    """Return predictions `(K, N, ...)` of clients without padding in their inputs, zero outside the mask `(K, N)`.
 
     Example:
         >>> import torch
@@ -95,8 +94,8 @@ def unpadded(predict: Predict, tensors: Tree, inputs: Tree, mask: Tensor) -> Tre
     order, parts = [], []
     for places, count in shared_sizes(predict, mask.sum(1), mask.shape[1]):
         rows, width = places.to(mask.device), slice(0, max(count, 1))
-        own = tree.map(lambda leaf, width=width: leaf[:, width], tree.take(inputs, rows))
-        outputs = predict(tree.take(tensors, rows), own)
+        batch = tree.map(lambda leaf, width=width: leaf[:, width], tree.take(inputs, rows))
+        outputs = predict(tree.take(tensors, rows), batch)
         parts.append(tree.map(lambda leaf, inside=mask[rows]: _filled(leaf, inside), outputs))
         order.append(places)
     return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(mask.device))
@@ -114,21 +113,21 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
 
     Args:
         module: called as `module(inputs)`, or as `module(**inputs)` with rows that are dicts of its arguments.
-        batched: returns whether it is called on all clients together; otherwise it is client by client.
+        batched: returns whether the predictor may call all clients together; otherwise it goes client by client.
         rowwise: whether the output for a row depends on that row alone; then the predictor is `Rowwise`.
     """
     template, name = functional.copied(module).eval(), type(module).__name__
     own_buffers = [name for name, _ in template.named_buffers()]
     checked: set[Any] = set()  # shapes of rows
     writes: set[str] = set()
-    stacks = [True]  # until a stack is found to differ, or to be impossible
+    stacks = [True]  # until a stack differs, or fails
 
     def written(tensors: Tree, names: Iterable[str]) -> Tree:
-        """Return the tensors with copies of those of some names, in which the module may write."""
+        """Return the tensors with copies of the named ones, in which the module may write."""
         return {**tensors, **{name: tensors[name].clone() for name in names if name in tensors}}
 
     def anew(tensors: Tree) -> nn.Module:
-        """Return a module that may write in its buffers, and keep what it computes, as those of GPyTorch do."""
+        """Return a module that may write in its buffers, and cache computations, as GPyTorch's do."""
         return functional.with_tensors(template, {**written(dict(template.named_buffers()), own_buffers), **tensors})
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
@@ -147,19 +146,19 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
 
     def alone(tensors: Tree, inputs: Tree) -> Tree:
         positional, named = functional.arguments(template, inputs)
-        own = anew(written(tensors, tensors))
-        before = {name: (buffer, buffer._version) for name, buffer in own.named_buffers()}
-        output = _as_tree(own(*positional, **named), name)
-        after = dict(own.named_buffers())
+        fresh_module = anew(written(tensors, tensors))
+        before = {name: (buffer, buffer._version) for name, buffer in fresh_module.named_buffers()}
+        output = _as_tree(fresh_module(*positional, **named), name)
+        after = dict(fresh_module.named_buffers())
         writes.update(n for n, (b, version) in before.items() if after.get(n) is not b or b._version != version)
         return output
 
     def each(tensors: Tree, inputs: Tree) -> Tree:
-        """Return the outputs of clients one by one, each of whom draws from where the generators are."""
+        """Return the outputs of clients one by one, each with draws from the same generator state."""
         device, outputs = tree.leaves(inputs)[0].device, []
         count, drawn = len(tree.leaves(inputs)[0]), generators(device)
         for k in range(count):
-            with restored(drawn) if k + 1 < count else nullcontext():  # the last may go on
+            with restored(drawn) if k + 1 < count else nullcontext():  # the last client moves the generators
                 outputs.append(alone(*tree.map(lambda x, k=k: x[k], (tensors, inputs))))
         try:
             return tree.stack(outputs)
@@ -175,7 +174,7 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
         """Return the outputs of clients together; or None, and why they cannot be had."""
         try:
             return stacked_layers.by_branches(partial(together, tensors, inputs), _joined), ""
-        except Exception as error:  # of `vmap`, or of the rows: then it is raised one by one, too
+        except Exception as error:  # from `vmap`, or from the rows: then the loop raises it too
             return None, str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def predict(tensors: Tree, inputs: Tree) -> Tree:
@@ -184,14 +183,14 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
         if first is not None and first.device != leaf.device:
             template.to(leaf.device)
         with torch.no_grad():
-            if not len(leaf):  # one of zeros tells the shape
+            if not len(leaf):  # one row of zeros shows the shape
                 one = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
                 return tree.take(each(*one), slice(0, 0))
             if len(leaf) == 1 or not (batched() and stacks[-1]):
                 return each(tensors, inputs)
             outputs, why = stacked(tensors, inputs)
             if outputs is None:
-                outputs = each(tensors, inputs)  # whose error is that of the rows, if there is one
+                outputs = each(tensors, inputs)  # raises the error of the rows, if there is one
                 _LOG.info("the clients of %s are predicted one by one: %s", name, why)
                 stacks.append(False)
                 return outputs
@@ -209,14 +208,14 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
 
 
 class UnlikeOutputs(ValueError):
-    """What a module returns for clients cannot be stacked."""
+    """A module's outputs for clients cannot be stacked."""
 
 
 def _as_tree(output: Any, name: str) -> Tree:
     """Return an output of a module as a tree; dataclasses become dicts, as all mappings do.
 
     Raises:
-        UnlikeOutputs: it holds something else than tensors and None.
+        UnlikeOutputs: it contains something else than tensors and None.
 
     Example:
         >>> _as_tree([torch.ones(1), None], "Net")
@@ -238,10 +237,10 @@ def _as_tree(output: Any, name: str) -> Tree:
 
 
 def _agree(outputs: Tree, alone: Callable[[int], Tree], count: int) -> bool:
-    """Return whether the floating-point outputs of the last two of `count` clients are those of each alone."""
+    """Return whether the floating-point outputs of the last two of `count` clients equal those of each alone."""
     for k in range(max(0, count - 2), count):
-        for whole, own in zip(tree.leaves(outputs), tree.leaves(alone(k))):
-            if own.is_floating_point() and relative_gap(whole[k], own) > tolerance(own.dtype):
+        for whole, single in zip(tree.leaves(outputs), tree.leaves(alone(k))):
+            if single.is_floating_point() and relative_gap(whole[k], single) > tolerance(single.dtype):
                 return False
     return True
 

@@ -1,9 +1,9 @@
-"""Attributes in which a module keeps something from step to step, which all of its clients would share.
+"""Detection of Python attributes in which a module stores state between steps, which its clients would share.
 
-One object trains many clients, so a count, a running mean or a cache that is an attribute of Python cannot be a
-client's own. Which attributes a step changes is seen by comparing them before and after. Each that changed is replaced
-by an object that raises where it is used, in every later step. What is only stored (`self.last = …`, a list that grows
-for a hook) stays allowed, and so does a cache that every client would fill alike.
+One object trains many clients, so a count, a running mean or a cache in a Python attribute cannot be a client's own.
+Attributes that a step changes are found by a comparison before and after. Each of these is replaced by an object that
+raises on use, in every later step. Attributes that are only written (`self.last = …`, a list that grows in a hook) stay
+allowed, and so does a cache with the same content for every client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import equal_or_nan
 from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
 
-# The operations of Python on numbers, for objects that stand in the place of one.
+# Python's operations on numbers, for objects that stand in for one.
 _BOTH_WAYS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
 _COMPARED = "lt le gt ge eq ne"
 _READ = "bool int float complex index len iter next contains getitem format str round trunc floor ceil"
@@ -43,7 +43,7 @@ NUMBER_OPERATIONS = ARITHMETIC | READING
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, tuple)
-_DEPTH = 3  # of plain objects and containers within attributes
+_DEPTH = 3  # depth of plain objects and containers within attributes
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _WRITES = ("append", "appendleft", "extend", "add", "update", "clear")
@@ -56,15 +56,15 @@ Snapshot = dict[tuple[int, Any], tuple[str, Slot, Any, Any]]
 
 
 class StateRead(TypeError):
-    """A module reads what it has kept from another step."""
+    """A module reads state that it has stored in another step."""
 
 
 class _Kept:
-    """Stands in an attribute for what an earlier step has left there.
+    """Stand-in for the value that an earlier step has left in an attribute.
 
-    Writing to it writes to what is there, and arithmetic gives another one, for a count that is only kept changes no
-    number. What is in it stands for itself in the same way. To compare it, to convert it, to call it or to give it to
-    an operation of torch raises.
+    Writes go to the original value, and arithmetic returns another stand-in, because a count that is only stored
+    changes no number. Its elements and attributes are stand-ins too. Comparison, conversion, calls and operations of
+    torch raise.
     """
 
     def __init__(self, path: str, value: Any, read: Callable[[str], NoReturn]) -> None:
@@ -72,7 +72,7 @@ class _Kept:
             object.__setattr__(self, name, each)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # `isinstance` is answered as by what is there
+    def __class__(self) -> type:  # `isinstance` sees the original's class
         return type(_value_of(self))
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
@@ -80,7 +80,7 @@ class _Kept:
         read(object.__getattribute__(self, "_path"))
 
     def _of(self, value: Any) -> _Kept:
-        """Return what stands for a value that is in this one, or computed from it."""
+        """Return the stand-in in a value, or from which it was computed."""
         return _Kept(object.__getattribute__(self, "_path"), value, object.__getattribute__(self, "_read"))
 
     __hash__ = None  # type: ignore[assignment]
@@ -102,8 +102,8 @@ class _Kept:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         from torch.utils._pytree import tree_leaves
 
-        kept = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is _Kept)
-        _Kept._raise(kept)
+        slot_value = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is _Kept)
+        _Kept._raise(slot_value)
 
 
 def _value_of(value: Any) -> Any:
@@ -111,13 +111,13 @@ def _value_of(value: Any) -> Any:
 
 
 def refuse_stand_in(value: Any) -> None:
-    """Raise StateRead for a value that stands for what an earlier step has left, or was computed from it."""
+    """Raise StateRead for a stand-in, or a value computed from one."""
     if type(value) is _Kept:
         _Kept._raise(value)
 
 
 def _writing(function: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function that writes what it is given, and answers nothing."""
+    """Return a function that writes its arguments, and returns None."""
 
     def write(*args: Any, **named: Any) -> None:
         function(*map(_value_of, args), **{name: _value_of(value) for name, value in named.items()})
@@ -126,7 +126,7 @@ def _writing(function: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _computing(name: str) -> Callable[..., _Kept]:
-    """Return an operation that computes numbers of Python, and leaves what else is there as it is."""
+    """Return an operation that computes on Python numbers, and leaves other values unchanged."""
     swapped = name.startswith("__r") and name != "__rshift__"
     operation = getattr(operator, f"__{name.strip('_')[swapped:]}__", divmod)
 
@@ -148,7 +148,7 @@ for _name in ARITHMETIC:
 
 
 class KeptSlots:
-    """Attributes in which calls leave what later ones must not read.
+    """Attributes that calls write and later calls must not read.
 
     Args:
         refuse: raises for the path of one that is read.
@@ -162,19 +162,19 @@ class KeptSlots:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
-    def add(self, found: Mapping[Any, tuple[str, Slot, Any]]) -> None:
+    def add(self, attributes: Mapping[Any, tuple[str, Slot, Any]]) -> None:
         """Add attributes, as `changed` returns them."""
-        self._slots |= {key: (path, slot) for key, (path, slot, _) in found.items()}
+        self._slots |= {key: (path, slot) for key, (path, slot, _) in attributes.items()}
 
     def hide(self) -> None:
-        """Let whatever reads what is there now raise."""
+        """Replace the present values by stand-ins that raise on use."""
         for path, slot in self._slots.values():
             value = _held(slot)
             if value is not None and type(value) is not _Kept:
                 _put(slot, _Kept(path, value, self._read))
 
     def show(self) -> None:
-        """Put back what is there; raise if it was read, and whoever read it has caught the error."""
+        """Restore the values; raise if one was read and the error was caught."""
         for _, slot in self._slots.values():
             value = _held(slot)
             if type(value) is _Kept:
@@ -191,25 +191,24 @@ class KeptSlots:
 
 
 class PythonState:
-    """What steps could change that is no client's own.
+    """Python state outside of the clients' tensors that steps could change.
 
-    That are the attributes of a module, of its parameters and classes, of its loss, hooks and maker of optimisers, of
-    what their functions close over, and of modules that are met there and are not among the module's own, with their
-    parameters and buffers.
+    These are the attributes of a module, of its parameters and classes, of its loss, hooks and maker of optimisers, the
+    closures of their functions, and other modules found there, with their parameters and buffers.
 
     Args:
-        module: whose state.
-        loss: of a module that is no LightningModule.
+        module: the module to inspect.
+        loss: for a module that is not a LightningModule.
         make: parameters -> its optimiser, if it is given.
     """
 
     def __init__(self, module: nn.Module, loss: Any = None, make: Any = None) -> None:
         self._module, self._functions = module, {"loss": loss, "optimizer": make}
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a tensor, and what it was when last seen
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a tensor, and its last seen copy
 
     def snapshot(self) -> Snapshot:
         """Return (path, slot, value, copy of its content) of every attribute; a tensor is copied when it changes."""
-        found: Snapshot = {}
+        attributes: Snapshot = {}
         copies: dict[int, tuple[Tensor, Tensor]] = {}
         for path, place, key, value in self._walk():
             content = _content(value)
@@ -219,16 +218,16 @@ class PythonState:
                     known = value, value.detach().clone()
                 copies[id(value)] = known
                 content = known[1], *content[1:]
-            found[id(place), key] = path, (place, key), value, content
+            attributes[id(place), key] = path, (place, key), value, content
         self._copies = copies
-        return found
+        return attributes
 
     @contextmanager
     def left_alone(self, before: Snapshot | None = None) -> Iterator[None]:
-        """Put back what is not the module's own, such as a closure's, the loss's or a global; see `restore`.
+        """Restore state outside the module, such as a closure's, the loss's or a global; see `restore`.
 
         Args:
-            before: to which it is put back after an error only; None: to what it is now, in any case.
+            before: snapshot to restore after an error only; None: restore the present state in any case.
         """
         start = self.snapshot() if before is None else before
         try:
@@ -240,7 +239,8 @@ class PythonState:
             self.restore(start)
 
     def restore(self, before: Snapshot, own: bool = False) -> None:
-        """Put back what is not the module's own, for classes, closures and files are the user's; or its own too.
+        """Restore state outside the module, because classes, closures and files are the user's; with `own`, the
+        module's too.
 
         Args:
             before: an earlier snapshot.
@@ -268,7 +268,7 @@ class PythonState:
 
 
 def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Return what a module keeps; its parameters and buffers too where it is none of those of `seen`."""
+    """Yield a module's attributes; also its parameters and buffers if it is not one of `seen`."""
     start = f"{path}." if path else ""
     for name, part in module.named_modules():
         if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
@@ -282,10 +282,10 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
         for tensors in (part._parameters, part._buffers) if path else ():
             yield from _entries(prefix, tensors, dict(tensors), seen, 0)
         for key, parameter in part._parameters.items():
-            # By `_is_param` torch knows a parameter of a class of its own, such as one that is quantised.
-            own = {} if parameter is None else {k: v for k, v in vars(parameter).items() if k != "_is_param"}
-            if own:
-                yield from _entries(f"{prefix}{key}.", vars(parameter), own, seen, 0)
+            # Torch marks parameters of custom classes, such as quantised ones, by `_is_param`.
+            entries = {} if parameter is None else {k: v for k, v in vars(parameter).items() if k != "_is_param"}
+            if entries:
+                yield from _entries(f"{prefix}{key}.", vars(parameter), entries, seen, 0)
             if parameter is not None and parameter._backward_hooks:
                 yield from _hooked(f"{prefix}{key}", parameter._backward_hooks, seen)
         for key in _HOOKS:
@@ -294,8 +294,8 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
         for kind in type(part).__mro__ if not _library(type(part)) else ():  # bases of a library's are a library's
             if _library(kind):
                 continue
-            own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
-            yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
+            entries = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
+            yield from _entries(f"{kind.__name__}.", kind, entries, seen, 0)
             for value in vars(kind).values():
                 if isinstance(value, property):
                     functions = [value.fget, value.fset]
@@ -307,23 +307,23 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
 
 
 def _hooked(path: str, hooks: Mapping[Any, Any], seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Return what hooks keep."""
+    """Yield the state of hooks."""
     for hook in hooks.values():
         yield from _within(f"{path.rstrip('.')} hook", hook, seen, 0)
 
 
 def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[str, Slot, Any]]:
-    """Return (path, slot, value before) of the attributes that are not what they were."""
-    found = {}
+    """Return (path, slot, value before) of the changed attributes."""
+    differences = {}
     for key, (path, slot, value, content) in after.items():
         old = before.get(key)
         if old is None or not (old[2] is value or _equal(old[2], value)) or not _equal(old[3], content):
-            found[key] = path, slot, None if old is None else old[2]
-    return found
+            differences[key] = path, slot, None if old is None else old[2]
+    return differences
 
 
 def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
-    """Raise StateRead for a module that reads what it keeps from step to step."""
+    """Raise StateRead for a module that reads its state of earlier steps."""
     raise StateRead(
         f"Expected steps that depend on tensors alone, but {name} keeps {', '.join(sorted(set(paths)))} from step to "
         "step and reads it, so that all clients would share it, such as a count; ask self.global_step or "
@@ -334,19 +334,19 @@ def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
 
 @contextmanager
 def hidden(loss: Any, before: Mapping[Any, Any], name: str) -> Iterator[None]:
-    """Let steps inside raise StateRead where they read what each of them changes.
+    """Let steps inside raise StateRead if they read an attribute that each of them changes.
 
     Args:
         loss: a `StackedLoss`.
         before: a snapshot of the `PythonState` of its module.
-        name: of the module.
+        name: name of the module.
     """
-    found = {key: entry[:3] for key, entry in before.items() if entry[0] in loss.rewritten}
-    if not found:
+    read_back = {key: entry[:3] for key, entry in before.items() if entry[0] in loss.rewritten}
+    if not read_back:
         yield
         return
     slots = loss.slots = KeptSlots(lambda path: refuse_read(name, [path]))
-    slots.add(found)
+    slots.add(read_back)
     try:
         yield
         slots.check()
@@ -356,12 +356,12 @@ def hidden(loss: Any, before: Mapping[Any, Any], name: str) -> Iterator[None]:
 
 
 def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known: frozenset[str]) -> None:
-    """Raise StateRead for attributes that steps change, but not the first ones, which `refuse_kept` looks at.
+    """Raise StateRead for attributes changed by later steps, but not by the first ones, which `refuse_kept` checks.
 
     Args:
-        name: of the module.
+        name: name of the module.
         before, after: snapshots of a `PythonState` around steps.
-        known: paths of what the first steps change.
+        known: paths that the first steps change.
     """
     inside = lambda path: any(path == one or path.startswith((f"{one}.", f"{one}[")) for one in known)
     late = changed(before, {key: entry for key, entry in after.items() if not inside(entry[0])})
@@ -374,7 +374,7 @@ def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known:
 
 
 def refuse_shared(name: str, path: str) -> NoReturn:
-    """Raise StateRead for a fit of a copy of a module that reads what another client's has left."""
+    """Raise StateRead for a fit that reads state left by another client's fit."""
     raise StateRead(
         f"Expected fits that read their own copy of {name} alone, but a fit reads {path}, which an earlier fit has "
         "changed and the copies of all clients share, such as a count; keep it as an attribute of the module, or in a "
@@ -383,14 +383,14 @@ def refuse_shared(name: str, path: str) -> NoReturn:
 
 
 def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the paths of what the steps of a fresh module change, and of what every one changes.
+    """Return the paths that the steps of a fresh module change, and those that every step changes.
 
     Args:
         make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0, 1 or 2 on it).
-        name: of the module.
+        name: name of the module.
 
     Raises:
-        StateRead: a step reads what an earlier one has kept; the message names the attribute and the ways out.
+        StateRead: a step reads state of an earlier one; the message names the attribute and the remedies.
     """
     state, step = make()
     start = state.snapshot()
@@ -413,7 +413,7 @@ def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], fro
         try:
             if again:
                 step(1)
-        except Exception:  # also where it was given to what takes no such object
+        except Exception:  # also from functions that reject a stand-in
             read.check()
             refuse_read(name, [path for path, *_ in again.values()])
         finally:
@@ -427,7 +427,7 @@ def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], fro
 
 
 def _restore(start: Snapshot) -> None:
-    """Put attributes back to where they were."""
+    """Restore attributes."""
     for _, slot, value, content in start.values():
         if isinstance(value, (list, dict, set, deque)):
             _refill(value, content)
@@ -442,13 +442,13 @@ def _restore(start: Snapshot) -> None:
             value.requires_grad_(trains)
         place, key = slot
         if isinstance(place, list):
-            continue  # its content is what it was
+            continue  # it is restored with its content
         if _held((place, key)) is not value:
             _put(slot, value)
 
 
 def _refill(value: Any, content: list[Any]) -> None:
-    """Put a container back to its content where it has another; some, as of settings, cannot be written to."""
+    """Restore a container's content if it has changed; some, such as settings, are read-only."""
     now = _content(value)
     if len(now) == len(content) and all(_same_parts(one, other) for one, other in zip(now, content)):
         return
@@ -494,7 +494,9 @@ def _entries(
 
 
 def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Return what a value refers to: the attributes of a plain object, the elements of a container, a function's."""
+    """Return the objects that a value refers to: attributes of an object, elements of a container, a function's
+    closure.
+    """
     function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
     if isinstance(function, types.FunctionType):
         yield from _closed_over(function, seen)
@@ -524,7 +526,7 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
 
 
 def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Return what a function closes over, and what it names of its file: values, objects, classes and functions."""
+    """Yield a function's closure, and the globals that it names: values, objects, classes and functions."""
     if id(function) in seen or _installed(function.__module__):
         return
     seen.add(id(function))
@@ -554,8 +556,8 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
             elif isinstance(value, type):
                 if id(value) not in seen and not _installed(value.__module__):
                     seen.add(id(value))
-                    own = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
-                    yield from _entries(f"{value.__name__}.", value, own, seen, 0)
+                    entries = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
+                    yield from _entries(f"{value.__name__}.", value, entries, seen, 0)
             elif _is_code(value) or isinstance(value, nn.Module):
                 yield from _within(name, value, seen, 0)
             elif isinstance(value, Tensor) or not _library(type(value), but=("builtins",)):
@@ -563,7 +565,7 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
 
 
 def _held(slot: Slot) -> Any:
-    """Return what is in a slot now, None if nothing is."""
+    """Return the present value of a slot, None if it is empty."""
     place, key = slot
     if isinstance(place, dict):
         return place.get(key)
@@ -609,13 +611,13 @@ def _is_code(value: Any) -> bool:
 def _usual(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names of attributes that torch and Lightning keep on every module of a class."""
     lightning = loaded("lightning.pytorch", "LightningModule")
-    own = vars(lightning()) if issubclass(kind, lightning) else {}
-    names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
+    of_lightning = vars(lightning()) if issubclass(kind, lightning) else {}
+    names = {*vars(nn.Module()), *of_lightning, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
     return frozenset(names - {"training"})
 
 
 def _content(value: Any) -> Any:
-    """Return a copy of a container by which a change in place is seen; of a tensor itself and whether it trains."""
+    """Copy a container so that changes in place show; for a tensor, return it and whether it is trained."""
     if isinstance(value, Tensor):
         unmade = isinstance(value, (UninitializedBuffer, UninitializedParameter))
         if unmade or torch._C._functorch.is_functorch_wrapped_tensor(value):
@@ -634,7 +636,7 @@ def _content(value: Any) -> Any:
 
 
 def _reduced(value: Any, depth: int) -> Any:
-    """Return the content of an object that has no attributes to look at, as a copy of it would be made of."""
+    """Return the content of an object without attributes, as `copy` would use it."""
     if isinstance(value, _SIMPLE) or callable(value):
         return value
     if isinstance(value, (list, tuple)):
@@ -648,7 +650,7 @@ def _reduced(value: Any, depth: int) -> Any:
     with warnings.catch_warnings(action="ignore"):  # Python will not copy iterators of itertools from 3.14 on
         try:
             parts = value.__reduce_ex__(2)
-        except Exception:  # it cannot be copied, and says so in its own way
+        except Exception:  # it cannot be copied; any error is possible
             return None
     return [_reduced(each, depth - 1) for each in parts] if isinstance(parts, tuple) else None
 

@@ -1,7 +1,7 @@
-"""The training loss of many clients at once, with each client's gradient of its own.
+"""The training loss of many clients at once, with each client's own gradient.
 
 Clients whose batches have the same shapes are evaluated together by one `vmap`. A batch of few clients, or of a module
-that `vmap` cannot run, is evaluated client by client. Both give what a loop would, up to rounding.
+that `vmap` cannot run, is evaluated client by client. Both give the result of a loop, up to rounding.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     Step = Batch | LoadedBatch
 
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
-_DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
+_DRAWS = "called random operation"  # in `vmap`'s error about an unexpected draw
 Path = tuple[Any, ...]  # functions of torch that a step has called
 Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
-_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # as autograd has left it
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # without hooks of subclasses
 _FEWEST = 3  # clients that are worth a `vmap`
 _NOTHING: AbstractContextManager[None] = nullcontext()
 Hook = Callable[[Tensor], Tensor | None]
 
 
 class NotCaptured(RuntimeError):
-    """A step is not what compile=True promises."""
+    """A step violates the conditions of compile=True."""
 
     @classmethod
     def because(cls, module: nn.Module, error: Exception) -> NotCaptured:
@@ -79,14 +79,14 @@ class _OfAStep(nn.Parameter):
 
 
 class StepResult(NamedTuple):
-    """What one step of stacked clients gives, before the optimiser.
+    """Results of one step of stacked clients, before the optimiser.
 
     Attributes:
         losses: `(K,)`.
         logs: `(K,)` by name.
         buffers: the stacked buffers after the step, `(K, ...)` by name.
         gradients: `(K, ...)` in the order of the trained tensors; None of a tensor that no client's loss depends on.
-        recorded: what the module's metrics were called with; None where that stays private.
+        recorded: arguments of the module's metrics; None if they stay private.
         missing: `(K,)` bool by name of a trained tensor: clients whose loss does not depend on it.
         unlogged: `(K,)` bool by name of a log: clients that have not logged it.
     """
@@ -105,23 +105,23 @@ class StackedLoss:
 
     Args:
         objective: one client's loss.
-        tensors: names of what is trained, in the order in which values come.
+        tensors: names of the trained tensors, in the order of the values.
         buffers: names of buffers that are stacked too and may change.
         batched: False evaluates client by client; "auto" does so where the module cannot run stacked.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
-        precision: of the products in the losses of steps, see `gradient_descent`; looks beforehand have "32".
+        precision: of the products in the losses of steps, see `gradient_descent`; trials beforehand have "32".
 
     Attributes:
         batched: whether clients are evaluated together.
         random: whether the module has drawn random numbers, which then come from the clients' keys.
         host: whether it has drawn from Python's or NumPy's generator, which are seeded from the clients' keys then.
         reads: whether it has branched on values.
-        observed: whether the module has been looked at.
-        apart: whether clients took so many branches in this round that they go one by one in what is left of it.
-        kept: paths of what its first steps change in Python; see `python_state`.
-        rewritten: those of what every step changes.
-        slots: of these, in which steps must not read what earlier ones have left.
-        look: is told of every sequence of torch's functions that clients of a stack have taken.
+        observed: whether the module has been tried.
+        apart: whether clients took so many branches in this round that they go one by one in the rest of it.
+        kept: paths that its first steps change in Python; see `python_state`.
+        rewritten: paths that every step changes.
+        slots: those of them that steps must not read.
+        look: called with every sequence of torch's functions in clients' steps.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -143,8 +143,8 @@ class StackedLoss:
         self.slots: KeptSlots | None = None
         self.look: Look | None = None
         self._called: Path = ()
-        self._paths: list[tuple[Path, Tensor | None]] = []  # of the last step, and who took them
-        self.logged: list[str] = []  # names of what the module logged last
+        self._paths: list[tuple[Path, Tensor | None]] = []  # of the last step, with their clients
+        self.logged: list[str] = []  # names of the module's last logs
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         held = dict(objective.module.named_parameters())
@@ -178,10 +178,10 @@ class StackedLoss:
         """Return one step of the clients that still train.
 
         Args:
-            tensors: what is trained, `(K, ...)`.
+            tensors: trained tensors, `(K, ...)`.
             buffers: the stacked buffers.
             batch: the clients' minibatches.
-            index: of the step.
+            index: number of the step.
             keys: the clients' for the module's draws.
         """
         values = (*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers))
@@ -200,7 +200,7 @@ class StackedLoss:
                 places.append(at.tolist())
             among = {place for each in places for place in each}
             alone = [place for place in range(count) if place not in among]
-            if alone:  # of the stack's own memory, in which a module may write
+            if alone:  # in the stack's own memory, in which a module may write
                 done.extend(self.each(values, batch.as_rows, index, keys, alone))
                 places.extend([place] for place in alone)
             return joined(done, places, count, self.tensors)
@@ -240,11 +240,11 @@ class StackedLoss:
         except RuntimeError as error:
             if self.random or _DRAWS not in str(error):
                 raise
-        self.random = True  # from now on; `vmap` was told that it does not draw
+        self.random = True  # from now on; `vmap` ran without draws
         return self._by_branches(rows, keys, index, flat)
 
     def _replayed(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
-        """Return the step, captured from the second of its shapes on; the third is held against the module's code."""
+        """Return the step, captured from the second of its shape on; the third is compared with the module's code."""
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in flat)
         times = self._replays.get(shapes, 0)
         if times == 0 or self.eager is not None:
@@ -269,8 +269,8 @@ class StackedLoss:
         result = StepResult(losses, logs, buffers, self.hooks.stacked(gradients), recorded)
         self._replays[shapes] = times + 1
         if times == 2:
-            own = self._drawn(rows, keys, index, flat)
-            for tensor, one, other in zip(self.tensors, result.gradients, own.gradients):
+            direct = self._drawn(rows, keys, index, flat)
+            for tensor, one, other in zip(self.tensors, result.gradients, direct.gradients):
                 if one is None and other is None:
                     continue
                 if one is None or other is None or relative_gap(one, other) > tolerance(one.dtype):
@@ -281,24 +281,24 @@ class StackedLoss:
         return result
 
     def _by_branches(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
-        """Return the step; clients that take different branches of the code have steps of their own.
+        """Return the step; clients that take different branches of the code have separate steps.
 
-        Where so many branches are taken that clients one by one would have been no more work, `apart` is set.
+        If the branches are so many that clients one by one would be no more work, `apart` is set.
         """
         first, last = len(self.tensors) + len(self.buffers), len(tree.leaves(rows))
         weighted, work = len(flat) > first + last, 0
 
         def evaluate(at: Tensor | None) -> StepResult:
             nonlocal work
-            some, own = (flat, keys) if at is None else (tree.take(tuple(flat), at), keys.some(at, index))
+            some, some_keys = (flat, keys) if at is None else (tree.take(tuple(flat), at), keys.some(at, index))
             if at is None or weighted or len(at) >= _FEWEST:
                 work += _FEWEST  # clients alone that a `vmap` is worth
-                result = self._mapped(rows, own[index] if self.random else None, index, some)
+                result = self._mapped(rows, some_keys[index] if self.random else None, index, some)
                 self._paths.append((self._called, at))
                 return result._replace(gradients=self.hooks.stacked(result.gradients))
             work += len(at)
             each = list(zip(*(leaf.unbind() for leaf in some[first:])))
-            parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, own, range(len(at)))
+            parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, some_keys, range(len(at)))
             return joined(parts, [[k] for k in range(len(at))], len(at), self.tensors)
 
         def join(parts: list[StepResult], places: Tensor) -> StepResult:
@@ -310,7 +310,7 @@ class StackedLoss:
         return result
 
     def _called_with(self, tensors: Sequence[Tensor], form: StepForm | None = None) -> list[Recorded]:
-        """Return what the metrics were called with in the last step, or in one of another form; nothing of none."""
+        """Return the arguments of metrics in the last step, or in one of another form; () without metrics."""
         metrics = self.objective.metrics
         return [Recorded(form or metrics.form, tensors)] if metrics.recorders else []
 
@@ -350,9 +350,9 @@ class StackedLoss:
         captures = self.compile and self.eager is None
         mode = stacked_layers.WithoutReading() if captures else stacked_layers.StackedOperations()
         with mode, self.unchanged():
-            found = tuple(functional.mapped(one, flat, randomness))
+            outputs = tuple(functional.mapped(one, flat, randomness))
         self._called = tuple(mode.called)
-        return found
+        return outputs
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
@@ -375,12 +375,12 @@ class StackedLoss:
                     )
             new = tuple(now[count:])
         for i, attributes in self._attributes.items():
-            if vars(values[i]):  # for the next step, as those of a module
+            if vars(values[i]):  # for the next step, as of a module's attribute
                 attributes.update(vars(values[i]))
         return loss, logs, new
 
     def check_trained(self, values: Sequence[Tensor]) -> None:
-        """Raise TypeError for what a step has done to one client's trained tensors that no later step would find."""
+        """Raise TypeError for changes of one client's trained tensors that later steps would lose."""
         name = type(self.objective.module).__name__
         frozen = [each for each, value in zip(self.tensors, values) if not value.requires_grad]
         if frozen:
@@ -397,7 +397,7 @@ class StackedLoss:
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
-        """Compute the products inside as `precision` says."""
+        """Compute the products inside with `precision`."""
         with _short_products() if self.precision == "tf32" else _NOTHING, self._cast(device):
             yield
 
@@ -419,9 +419,9 @@ class StackedLoss:
 
         Args:
             values: tensors and buffers of the stack, `(K, ...)` each.
-            rows: of a client by its place.
+            rows: client's position -> its rows.
             index, keys: as of `gradients`.
-            places: of these clients.
+            places: positions of these clients.
         """
         trained, pointers = self._own(values[: len(self.tensors)])
         buffers = list(zip(*(value.detach().unbind() for value in values[len(self.tensors) :]))) or None
@@ -429,10 +429,10 @@ class StackedLoss:
         def one(k: int, interception: Interception) -> StepResult:
             place = places[k]
             with HostGenerators.seeded(int(keys[index].keys[place]) % 2**63) if self.host else _NOTHING:
-                own = trained[place] if buffers is None else (*trained[place], *buffers[place])
-                result = self.alone(own, rows(place), index, interception)
+                tensors = trained[place] if buffers is None else (*trained[place], *buffers[place])
+                result = self.alone(tensors, rows(place), index, interception)
             if [parameter.data_ptr() for parameter in trained[place]] != pointers[place]:
-                # The module has given some of them other memory, `.data = …`.
+                # The module has replaced their memory, `.data = …`.
                 for whole, parameter in zip(values, trained[place]):
                     whole.detach()[place].copy_(parameter.detach())
                 self._of = ()
@@ -448,11 +448,16 @@ class StackedLoss:
             return each_drawn_if_random(lambda k: one(k, _NOTHING), len(places), keys_of, values[0].device)
 
     def _own(self, tensors: Sequence[Tensor]) -> tuple[list[list[nn.Parameter]], list[list[int]]]:
-        """Return each client's parameters in the memory of stacked tensors, made anew for other tensors, and where."""
+        """Return each client's parameters as views of stacked tensors, made anew for other tensors, and their
+        addresses.
+        """
         if len(self._of) != len(tensors) or any(one is not other for one, other in zip(self._of, tensors)):
             rows = zip(*(tensor.detach().unbind() for tensor in tensors))
-            each = [[self.parameter(value) for value in own] for own in rows]
-            self._of, self._rows = tensors, (each, [[parameter.data_ptr() for parameter in own] for own in each])
+            each = [[self.parameter(value) for value in parameters] for parameters in rows]
+            self._of, self._rows = (
+                tensors,
+                (each, [[parameter.data_ptr() for parameter in parameters] for parameters in each]),
+            )
         return self._rows
 
     def parameter(self, value: Tensor) -> nn.Parameter:
@@ -466,7 +471,7 @@ class StackedLoss:
     def alone(
         self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception = _NOTHING
     ) -> StepResult:
-        """Return one client's step, `(1, ...)`, of its parameters and buffers, which stay as they are.
+        """Return one client's step, `(1, ...)`, of its parameters and buffers, which do not change.
 
         Gradients have to be enabled.
         """
@@ -490,11 +495,11 @@ class StackedLoss:
 def joined(
     parts: Sequence[StepResult], places: Sequence[Sequence[int]], count: int, tensors: Sequence[str]
 ) -> StepResult:
-    """Return the steps of groups of clients, who are everybody, as that of a stack of `count`.
+    """Join the steps of groups, which contain all clients, into that of a stack of `count`.
 
     Args:
         parts: of the groups, `(M, ...)` each.
-        places: where a group's M clients are in the stack.
+        places: positions of a group's M clients in the stack.
         count: K.
         tensors: names of the trained tensors, in the order of the gradients.
     """
@@ -512,7 +517,7 @@ def joined(
         return whole if order is None else whole.index_select(0, order.to(whole.device))
 
     def without(named: Mapping[str, Sequence[Any]], known: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return where clients have none of what others have."""
+        """Return which clients lack a value that others have."""
         masks: dict[str, Tensor] = {}
         for name, each in named.items():
             for part, at, before in zip(each, places, known):
@@ -536,14 +541,14 @@ def joined(
 
 
 def _recorded(parts: Sequence[StepResult], places: Sequence[Sequence[int]]) -> Sequence[Recorded] | None:
-    """Return what metrics were called with, by the client."""
+    """Return the arguments of metrics, by client."""
     if any(part.recorded is None for part in parts):
         return None
     return joined_calls([each.at(at) for part, at in zip(parts, places) for each in part.recorded or ()])
 
 
 class RoundLogs:
-    """Collects what the steps of a round log, and reduces it to a number of each client.
+    """Collects the logs of a round's steps, and reduces them to a number for each client.
 
     Args:
         loss: of the steps.
@@ -558,7 +563,7 @@ class RoundLogs:
         self._sizes: list[Tensor] = []  # (K,) rows of each step
 
     def add(self, step: int, result: StepResult, batch: Step, here: Tensor) -> None:
-        """Take in the numbers of one step, and the arguments of metrics, of clients at places `here` `(M,)`."""
+        """Add the numbers of one step, and the arguments of metrics, of clients at positions `here` `(M,)`."""
         everybody = len(here) == self._clients
         whole = lambda part: (
             part if everybody else part.new_zeros(self._clients).index_copy_(0, here.to(part.device), part)
@@ -576,7 +581,7 @@ class RoundLogs:
             self._metrics.add(step, recorded, rows)
 
     def reduced(self) -> dict[str, Tensor]:
-        """Return what the clients have logged, `(K,)` each; NaN for a client that has not logged it."""
+        """Return the clients' logs, `(K,)` each; NaN for a client without the entry."""
         numbers = {name: self._number(name) for name in self._numbers}
         if self._metrics is None:
             return numbers
@@ -584,9 +589,10 @@ class RoundLogs:
         return {**numbers, **{name: value.to(device) for name, value in self._metrics.values().items()}}
 
     def of_batches(self) -> dict[str, Tensor]:
-        """Return the rows of each client's smallest batch `(K,)`, by the names of what may be of a single batch.
+        """Return the rows of each client's smallest batch `(K,)`, by names of values that may depend on a single batch.
 
-        That is what is reduced to the last batch, the least or the largest, and what is not logged in every step.
+        These are values reduced to the last batch, the minimum or the maximum, and values that are not logged in every
+        step.
         """
         numbers = {name for name, logged in self._numbers.items() if self._is_of_batch(name, logged)}
         names = numbers | (set() if self._metrics is None else self._metrics.of_batches(len(self._sizes)))
@@ -614,7 +620,7 @@ class RoundLogs:
 
 @contextmanager
 def _short_products() -> Iterator[None]:
-    """Let products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
+    """Compute float32 products and convolutions on a CUDA device with factors of 10 bits (TF32) inside."""
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
     try:
@@ -627,7 +633,7 @@ def _short_products() -> Iterator[None]:
 
 
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
+    """Return each client's gradient of its own loss, stacked; None for tensors on which no loss depends."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
 
 
@@ -635,7 +641,7 @@ class ParameterHooks:
     """The hooks of `Tensor.register_hook` on trained parameters, called with each client's gradient.
 
     Args:
-        module: has them.
+        module: has the hooks.
         names: of the trained parameters, in the order of their gradients.
 
     Raises:

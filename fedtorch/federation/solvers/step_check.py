@@ -1,4 +1,4 @@
-"""Stacked steps held against the user's own module, client by client, on real rows.
+"""Compares stacked steps with the user's own module, client by client, on real rows.
 
 The check runs once in a run for every shape of a batch, before the stacked step, and for every sequence of torch's
 functions that a step has called, before its gradients are used; where the user has promised that
@@ -28,18 +28,18 @@ from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 
 _LOG = logging.getLogger(__name__)
-_CLIENTS = 2  # of a stack that are looked at
+_CLIENTS = 2  # clients of a stack that are compared
 _DOUBLE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _DOUBLE[torch.complex64] = torch.complex128
-_LOSSES = 64  # ulps that a loss of a narrower dtype than its tensors may be rounded by: √4096, of sums of so many rows
+_LOSSES = 64  # ulps of rounding in a loss of a narrower dtype than its tensors: √4096, for sums of 4096 rows
 _TOLERANCES = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
 
 
 class StepsDiffer(RuntimeError):
-    """A stacked step is not that of its clients alone.
+    """A stacked step differs from its clients' own steps.
 
     Attributes:
-        difference: what differs, without what to do.
+        difference: what differs, without the remedy.
         padded: whether rows of padding were weighted out.
     """
 
@@ -49,12 +49,12 @@ class StepsDiffer(RuntimeError):
 
 
 class StateKept(TypeError):
-    """A step, or a fit, is not the same when it is taken again from the same tensors, rows and draws.
+    """A step, or a fit, gives another result when repeated with the same tensors, rows and draws.
 
     Args:
         module: the user's.
         gap: the relative difference.
-        what: was taken twice.
+        what: "step" or "fit".
     """
 
     def __init__(self, module: nn.Module, gap: float, what: str = "step") -> None:
@@ -67,7 +67,7 @@ class StateKept(TypeError):
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return the relative gap of gradients of a dtype that is taken for rounding.
+    """Return the relative gap of gradients that counts as rounding in a dtype.
 
     >>> tolerance(torch.float64), tolerance(torch.bfloat16)
     (1e-07, 0.0625)
@@ -76,9 +76,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def relative_gap(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference over the larger norm; 0 where both are zero or not a number alike.
+    """Return the norm of the difference over the larger norm; 0 for two zeros and for equal NaNs.
 
-    It is infinite where one is finite and the other is not.
+    It is infinite if one is finite and the other is not.
 
     >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
     0.2
@@ -87,14 +87,14 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
         return 0.0
     same = equal_or_nan(one, other)
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
-    if not bool((first.isfinite() & second.isfinite()).all()):  # one has numbers where the other has none
+    if not bool((first.isfinite() & second.isfinite()).all()):  # one is finite where the other is not
         return math.inf
     scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
     return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
 
 
 class _Copied:
-    """A batch of which every client's rows are a copy."""
+    """A batch that gives a copy of every client's rows."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -104,11 +104,11 @@ class _Copied:
 
 
 class StepCheck:
-    """Compares stacked steps with those of clients alone.
+    """Compares stacked steps with steps of single clients.
 
     Args:
         module: the user's.
-        make: a copy of it, and how its tensors are cast -> its `StackedLoss`.
+        make: (copy of the module, cast for its tensors) -> its `StackedLoss`.
     """
 
     def __init__(self, module: nn.Module, make: Callable[[nn.Module, Callable[[Tensor], Tensor] | None], Any]) -> None:
@@ -116,33 +116,37 @@ class StepCheck:
         self._seen: set[Any] = set()
         self._paths: set[Any] = set()
         self._repeated = False
-        self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
+        self._twins: dict[bool, Any] = {}  # by whether it is in float64
 
     def forget(self) -> None:
-        """Let every shape be looked at anew, as in another run, or one that goes on."""
+        """Forget which shapes have been checked, as at the start of a run."""
         self._seen.clear()
         self._paths.clear()
         self._repeated = False
 
     def repeats(self, loss: Any, values: Sequence[Tensor], batch: Any, index: int, keys: StepKeys) -> None:
-        """Raise StateKept unless the first client's step is the same when it is taken twice; looked at once a run.
+        """Raise StateKept if the first client's step changes when repeated; checked once a run.
 
         Args:
-            loss, values, batch, index, keys: as of a call, whether clients are stacked or not.
+            loss, values, batch, index, keys: as of `__call__`, for stacked clients or a single one.
         """
         if self._repeated:
             return
-        twin, own = self._twin(False), [value[:1] for value in values]
+        twin, first_values = self._twin(False), [value[:1] for value in values]
         twin.objective.to(values[0].device)
         self._like(twin, loss)
-        rows = _Copied(batch)  # which the module may change in place
+        rows = _Copied(batch)  # a copy, because the module may change rows in place
         alone = lambda: twin.each(
-            [value.detach().clone() for value in own], rows.alone, index, keys.some(torch.tensor([0]), index), [0]
+            [value.detach().clone() for value in first_values],
+            rows.alone,
+            index,
+            keys.some(torch.tensor([0]), index),
+            [0],
         )[0]
         with _unseeded(twin):
             first = alone()
         second = alone()
-        most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
+        most = max(tolerance(value.dtype) for value in first_values if value.is_floating_point() or value.is_complex())
         pairs = [(first.losses, second.losses), *zip(first.gradients, second.gradients)]
         gaps = [relative_gap(_flat(one), _flat(other)) for one, other in pairs if one is not None and other is not None]
         if any((one is None) != (other is None) for one, other in pairs) or max(gaps) > most:
@@ -151,15 +155,15 @@ class StepCheck:
 
     @staticmethod
     def _like(twin: Any, loss: Any) -> None:
-        """Let a twin draw and answer as the loss does."""
+        """Copy random draws and trainer attributes of a loss to a twin."""
         twin.random, twin.host, twin.objective.rows = loss.random, loss.host, loss.objective.rows
         trainer = loss.objective.trainer
         twin.objective.trainer.answers, twin.objective.trainer.asked = dict(trainer.answers), trainer.asked
 
     def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
-        """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
+        """Return the positions of the clients to check; `first` for the first check of the round.
 
-        Of padded batches these are the 64 most uneven ones, and one client in every later round.
+        Of padded batches these are the 64 most uneven clients, and one client in every later round.
         """
         count = len(batch.size)
         if batch.weights is None:
@@ -179,18 +183,18 @@ class StepCheck:
         promised: bool,
         fresh: set[Any],
     ) -> None:
-        """Raise StepsDiffer unless a stack gives what clients alone give; see the module's docstring.
+        """Raise StepsDiffer if a stacked step differs from single clients' steps; see the module's docstring.
 
         Args:
             loss: of the stack.
-            values: its tensors and buffers, `(K, ...)` each.
-            batch: all of the stack's.
-            index: of the step.
-            keys: the clients'.
-            round: of the federation.
-            promised: whether the user has promised that padding can be weighted out. Then every step of shapes in
-                `fresh` is looked at, and a client in every later round.
-            fresh: shapes that nothing has been seen of before these steps; new ones are added.
+            values: the stack's tensors and buffers, `(K, ...)` each.
+            batch: of the whole stack.
+            index: number of the step.
+            keys: the clients' random keys.
+            round: number of the federation's round.
+            promised: whether the user has promised that padding can be weighted out. Then every step with a shape in
+                `fresh` is checked, and one client in every later round.
+            fresh: shapes first seen in these steps; new ones are added.
         """
         shape = tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves), batch.weights is None
         if shape not in self._seen:
@@ -212,12 +216,12 @@ class StepCheck:
         called: tuple[Any, ...],
         clients: Tensor | None,
     ) -> None:
-        """Raise StepsDiffer unless a step of functions that no look has met gives what clients alone give.
+        """Raise StepsDiffer if a step by an unchecked sequence of torch functions differs from single clients' steps.
 
         Args:
             loss, values, batch, index, keys: as of a call.
-            called: torch's functions that the step of some of the clients has called.
-            clients: `(M,)` their places; None for all.
+            called: the sequence of torch functions that some clients' step has called.
+            clients: `(M,)` positions of these clients; None for all.
         """
         if called not in self._paths:
             at = torch.arange(len(batch.size)) if clients is None else clients
@@ -235,30 +239,30 @@ class StepCheck:
         of_promise: bool,
         first: bool,
     ) -> None:
-        """Raise StepsDiffer unless the clients at places `(M,)` have the same step stacked and alone."""
+        """Raise StepsDiffer unless the clients at positions `(M,)` have the same step stacked and alone."""
         clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
         rows, some = tree.map(clone, batch.rows), [clone(value) for value in values]
         trained = len(loss.tensors)
         moved = [*(_moved(value) for value in some[:trained]), *some[trained:]]
         part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
-        own = keys.some(at, index)
-        found = ""
+        step_keys = keys.some(at, index)
+        differences = ""
         if not of_promise:
             looked_at = [moved]
-        elif first:  # a promise is of the parameters that clients have, too
+        elif first:  # the promise covers the clients' present parameters too
             looked_at = [moved, some]
         else:
             looked_at = [some]
         for values in looked_at:
-            difference = self._compared(loss, values, part, index, own, double=True)
+            difference = self._compared(loss, values, part, index, step_keys, double=True)
             if difference is None:
-                difference = self._compared(loss, values, part, index, own, double=False)
+                difference = self._compared(loss, values, part, index, step_keys, double=False)
                 _LOG.info(
                     "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
                     type(self._module).__name__,
                 )
-            found = found or difference or ""
-        if found:
+            differences = differences or difference or ""
+        if differences:
             how = (
                 "in padded steps from that of each client's own rows"
                 if batch.weights is not None
@@ -269,12 +273,12 @@ class StepCheck:
                 if batch.weights is not None
                 else "; use batched='auto' or batched=False, which call the loss client by client"
             )
-            raise StepsDiffer(f"{found} {how}", batch.weights is not None, advice)
+            raise StepsDiffer(f"{differences} {how}", batch.weights is not None, advice)
 
     def _compared(
         self, loss: Any, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
     ) -> str | None:
-        """Return how the step differs, "" if it does not; None if the module does not take float64."""
+        """Return the difference of the step, "" for none; None if the module does not run in float64."""
         dtypes = {value.dtype for value in values if value.dtype in _TOLERANCES or value.is_floating_point()}
         if double:
             values = [_widened(value) for value in values]
@@ -285,12 +289,12 @@ class StepCheck:
         twin = self._twin(double)
         twin.objective.to(batch.leaves[0].device)
         self._like(twin, loss)
-        own = lambda: StepKeys(keys.keys)
+        fresh_keys = lambda: StepKeys(keys.keys)
         try:
             written, others = (tuple(value.clone() for value in values) for _ in range(2))
             with _unseeded(twin):
-                alone = twin.one_by_one(written, batch, index, own())
-            together = twin.together(others, batch, index, own())
+                alone = twin.one_by_one(written, batch, index, fresh_keys())
+            together = twin.together(others, batch, index, fresh_keys())
         except Seeded:
             raise
         except Exception:
@@ -313,7 +317,7 @@ class StepCheck:
     def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
         """Return a sentence on the first difference of two steps, "" if there is none."""
         name, dtype = type(self._module).__name__, together.losses.dtype
-        if dtype.is_floating_point:  # where losses are narrower than their tensors, gradients have passed through them
+        if dtype.is_floating_point:  # gradients have passed through losses of a narrower dtype than the tensors
             most = max(most, min(tolerance(dtype), _LOSSES * torch.finfo(dtype).eps))
         for k in range(len(batch.size)):
             pairs = {
@@ -343,7 +347,7 @@ class StepCheck:
 
 @contextmanager
 def _unseeded(twin: Any) -> Iterator[None]:
-    """Raise Seeded where steps inside draw and set torch's generator; steps without draws are not watched."""
+    """Raise Seeded if steps that draw also set torch's generator."""
     if not twin.random:
         yield
         return
@@ -369,5 +373,5 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _moved(values: Tensor) -> Tensor:
-    """Return clients' tensors `(M, ...)` moved off where they are, each client's by other steps."""
+    """Perturb clients' tensors `(M, ...)`, each client's differently."""
     return torch.stack([perturbed(value, client) for client, value in enumerate(values)])

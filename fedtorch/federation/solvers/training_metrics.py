@@ -1,15 +1,15 @@
 """Compute the torchmetrics that a `training_step` updates and logs, for many clients over the steps of a round.
 
-A metric keeps its states in attributes and looks at values, which `vmap` does not allow. The copy of a module that is
-trained therefore has a `MetricRecorder` in place of each metric: it keeps the arguments of every call, which leave
-`vmap` as further results, stacked over the clients, and `RoundMetrics` updates the metric itself with them. A metric
-begins anew with every round. The module may log
+A metric stores its states in attributes and reads values, which `vmap` does not allow. The copy of a module for
+training therefore has a `MetricRecorder` in place of each metric: it collects the arguments of every call, which leave
+`vmap` as further results, stacked over the clients, and `RoundMetrics` updates the metric itself with them. A metric is
+reset in every round. The module may log
 
 - the metric, or its `compute()`: its value over all of the client's batches in the round;
 - the value that a call returned: that of the batch, reduced over the client's steps as numbers are.
 
-Whatever a call is given besides tensors, and what is done to its value, may differ from step to step: it is kept for
-each (`StepForm`).
+Arguments besides tensors, and operations on a call's value, may differ from step to step: they are stored for each
+(`StepForm`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reduction(NamedTuple):
     weighted: bool = False
 
     def of(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """Reduce `(S, K)` values of batches of so many rows, 0 where a client takes no step; NaN without steps.
+        """Reduce `(S, K)` values of batches with numbers of rows, 0 if a client takes no step; NaN without steps.
 
         Example:
             >>> values, sizes = torch.tensor([[1.0, 5.0], [4.0, 9.0]]), torch.tensor([[2, 0], [1, 0]])
@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
 
     @property
     def of_all(self) -> bool:
-        """Return whether the reduction is made of the values of all steps."""
+        """Return whether the reduction uses the values of all steps."""
         return self.name in ("mean", "sum")
 
     def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:
@@ -82,9 +82,9 @@ class MetricValue:
 
     Attributes:
         recorder: of the metric.
-        call: the number of the call in the step that it is of; None for all calls of the round.
+        call: index of the call in its step; None for all calls of the round.
         reduction: over a client's steps, of a call's values.
-        operations: of two numbers, applied to the value and another number, one after the other.
+        operations: operations with another number, applied to the value one after the other.
     """
 
     recorder: MetricRecorder
@@ -153,7 +153,7 @@ class MetricRecorder(nn.Module):
     """Stands in for a torchmetrics metric in a training step: keeps the arguments of its calls.
 
     Attributes:
-        calls: of the step that runs.
+        calls: of the running step.
         values: the metric's, for many clients.
 
     Example:
@@ -173,12 +173,12 @@ class MetricRecorder(nn.Module):
         self.takes = metric._filter_kwargs
 
     def forward(self, *args: Any, **kwargs: Any) -> MetricValue:
-        """Keep the arguments; return the value of this batch."""
+        """Record the arguments; return the value of this batch."""
         self.update(*args, **kwargs)
         return MetricValue(self, len(self.calls) - 1)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the arguments."""
+        """Record the arguments."""
         self.calls.append((args, kwargs))
 
     def compute(self) -> MetricValue:
@@ -186,7 +186,7 @@ class MetricRecorder(nn.Module):
         return MetricValue(self)
 
     def reset(self) -> None:
-        """Do nothing: a metric begins anew with every round."""
+        """Do nothing: a metric is reset in every round."""
 
 
 class CollectionRecorder(nn.Module):
@@ -209,11 +209,11 @@ class CollectionRecorder(nn.Module):
         return dict(self.items())[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, MetricValue]:
-        """Keep the arguments for every metric; return the values of this batch."""
+        """Record the arguments for every metric; return the values of this batch."""
         return {name: recorder(*args, **recorder.takes(**kwargs)) for name, recorder in self.items()}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the arguments for every metric."""
+        """Record the arguments for every metric."""
         self(*args, **kwargs)
 
     def compute(self) -> dict[str, MetricValue]:
@@ -221,11 +221,11 @@ class CollectionRecorder(nn.Module):
         return {name: recorder.compute() for name, recorder in self.items()}
 
     def reset(self) -> None:
-        """Do nothing: metrics begin anew with every round."""
+        """Do nothing: metrics are reset in every round."""
 
 
 def replace_metrics(module: nn.Module) -> None:
-    """Put recorders in place of the metrics of a module, those in its dicts, lists and tuples too."""
+    """Replace the metrics of a module by recorders, also in its dicts, lists and tuples."""
     known: dict[int, nn.Module] = {}
     for part in list(module.modules()):
         for name, child in list(part._modules.items()):
@@ -240,9 +240,9 @@ def refuse_hidden_metrics(module: nn.Module) -> None:
     """Raise TypeError for a metric in whose place `replace_metrics` puts none: of another object, or of a class."""
     for path, part in module.named_modules():
         for name, value in () if isinstance(part, MetricRecorder) else _attributes(part):
-            found = next(_hidden(value, name, set()), None)
-            if found is not None:
-                where = ".".join(filter(None, (path, found)))
+            attribute = next(_hidden(value, name, set()), None)
+            if attribute is not None:
+                where = ".".join(filter(None, (path, attribute)))
                 raise TypeError(
                     f"Expected metrics that are parts of {type(module).__name__}, but {where} is one of another "
                     "object or of a class, whose state clients would share; register it in __init__, for example "
@@ -256,7 +256,7 @@ _NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 
 
 def _replaced(value: Any, known: dict[int, nn.Module]) -> Any:
-    """Return a value with recorders in place of the metrics in it, one for each metric; dicts and lists are changed."""
+    """Replace the metrics in a value by recorders, one for each metric; dicts and lists change in place."""
     if isinstance(value, loaded("torchmetrics", "MetricCollection")):
         return known.setdefault(id(value), CollectionRecorder(value))
     if isinstance(value, loaded("torchmetrics", "Metric")):
@@ -273,7 +273,7 @@ def _replaced(value: Any, known: dict[int, nn.Module]) -> Any:
 
 
 def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a part of a module, and of the user's classes that it is of."""
+    """Yield the attributes of a part of a module, and of its user-defined classes."""
     yield from ((name, value) for name, value in vars(part).items() if name not in _TABLES)
     for cls in type(part).__mro__:
         if not _of_a_library(cls):
@@ -319,7 +319,7 @@ def _recorders(value: Any) -> Iterator[MetricRecorder]:
 
 
 class StepCalls:
-    """Keeps what the recorders of a module hold after a training step, while the step may run under `vmap`.
+    """Collects the recorders' calls after a training step, which may run under `vmap`.
 
     Attributes:
         recorders: of the module.
@@ -338,11 +338,11 @@ class StepCalls:
             recorder.calls = []
 
     def log(self, name: str, value: Any, reduction: Reduction, forked: bool = False) -> bool:
-        """Take note of a metric, or a value of one, under a name; return False for anything else.
+        """Record a metric, or a value of one, under a name; return False for anything else.
 
         Args:
-            name: of the log.
-            value: anything.
+            name: name of the log.
+            value: any value.
             reduction: over the steps, of a call's value.
             forked: whether the last step's and the epoch's value are logged beside it, as `name_step` and `name_epoch`.
         """
@@ -366,9 +366,9 @@ class StepCalls:
         return tensors
 
     def of_rows(self, tensors: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
-        """Return the tensors of a padded batch for those of its rows, `(B, ...)`, each of which was a batch of its own.
+        """Convert the tensors of rows, `(B, ...)`, each a batch of its own, to those of a padded batch.
 
-        What is one number a batch, such as its loss, is the rows' mean.
+        Values with one number a batch, such as a loss, become the rows' mean.
         """
         self.form = self.form._replace(padded=[tensor.ndim > 1 for tensor in tensors])
         mean = lambda values: torch.where(weights > 0, weights * values, 0.0).sum().to(values.dtype)
@@ -379,9 +379,9 @@ class StepForm(NamedTuple):
     """The calls of a step without their tensors' values.
 
     Attributes:
-        calls: with the recorder of each and its number in the step.
+        calls: with the recorder of each and its index in the step.
         padded: whether each tensor has a row for each row of the batch, padding included.
-        logged: what the step has logged of the metrics, by name.
+        logged: the step's logs of metrics, by name.
     """
 
     calls: list[tuple[MetricRecorder, int, Call]]
@@ -400,12 +400,12 @@ class StepForm(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What the metrics of some clients were called with in one step.
+    """The arguments of some clients' metrics in one step.
 
     Attributes:
         form: of the calls.
         tensors: among the arguments, `(K, ...)` each, or by the number of a client.
-        clients: whose they are; None for all.
+        clients: their positions; None for all.
     """
 
     form: StepForm
@@ -420,7 +420,7 @@ class Recorded(NamedTuple):
 
 
 def joined_calls(parts: Sequence[Recorded]) -> list[Recorded]:
-    """Return what several clients' metrics were called with, those of one form together; see `Recorded.at`."""
+    """Join the arguments of several clients' metrics, grouped by form; see `Recorded.at`."""
     whole: list[Recorded] = []
     for part in parts:
         place = next((i for i, other in enumerate(whole) if other.form.same(part.form)), None)
@@ -434,7 +434,7 @@ def joined_calls(parts: Sequence[Recorded]) -> list[Recorded]:
 
 
 class RoundMetrics:
-    """Collects the calls of a round, and computes what is logged of the metrics.
+    """Collects the calls of a round, and computes the logged metrics.
 
     Args:
         clients: K.
@@ -446,29 +446,29 @@ class RoundMetrics:
         self._logged: dict[str, MetricValue] = {}
 
     def add(self, step: int, recorded: Sequence[Recorded], sizes: Tensor) -> None:
-        """Take in one step.
+        """Add one step.
 
         Args:
             step: its number.
-            recorded: what the metrics were called with.
+            recorded: arguments of the metrics.
             sizes: `(K,)` rows of each client's batch, 0 of a client that takes no step.
         """
         from fedtorch.metrics.recorded import BatchCall
 
         for (calls, padded, logged), tensors, clients in recorded:
-            own = sizes
+            row_counts = sizes
             if clients is not None:
-                own = torch.zeros_like(sizes)
-                own[list(clients)] = sizes[list(clients)]
+                row_counts = torch.zeros_like(sizes)
+                row_counts[list(clients)] = sizes[list(clients)]
             self._logged.update(logged)
             given = iter(zip(tensors, padded))
             for recorder, number, call in calls:
                 pairs = [next(given) for _ in call.tensors]
-                batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], own)
+                batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], row_counts)
                 self._batches.setdefault((recorder, number), []).append((step, batch, logged))
 
     def of_batches(self, steps: int) -> set[str]:
-        """Return the names of what may be of a single batch of a round of so many steps."""
+        """Return the names of values that may depend on a single batch in a round of this many steps."""
         return {name for name, logged in self._logged.items() if not self._is_of_all(logged, steps)}
 
     def _is_of_all(self, logged: MetricValue, steps: int) -> bool:
@@ -477,7 +477,7 @@ class RoundMetrics:
         return len({step for step, *_ in self._found(logged)}) == steps
 
     def values(self) -> dict[str, Tensor]:
-        """Return what the module has logged of its metrics, `(K,)` each in float64."""
+        """Return the module's logs of its metrics, `(K,)` each in float64."""
         return {name: self._value(name, logged) for name, logged in self._logged.items() if self._batches}
 
     def _found(self, logged: MetricValue) -> list[tuple[int, BatchCall, dict[str, MetricValue]]]:
@@ -497,7 +497,7 @@ class RoundMetrics:
         if logged.call is None:
             return logged.after(logged.recorder.values.of_round(batches))
         values = logged.recorder.values.of_batches(batches)
-        for row, (_, _, own) in zip(values, ordered):
-            row.copy_(own[name].after(row) if name in own else torch.nan * row)
+        for row, (_, _, states) in zip(values, ordered):
+            row.copy_(states[name].after(row) if name in states else torch.nan * row)
         sizes = torch.stack([batch.sizes for batch in batches])
         return logged.reduction.of(values, torch.where(values.isnan(), 0, sizes.to(values.device)))

@@ -1,8 +1,8 @@
-r"""Nodes without rows, for any local solver: with L_i = 0 a node is where its neighbours draw it.
+r"""Nodes without rows, for any local solver: with L_i = 0 a node takes the mean of its neighbours.
 
 The minimiser of :math:`\frac{\lambda}{2}\|w\|^2 - \langle h, w\rangle` alone is h/λ, in GTV minimisation the weighted
-mean of the neighbours' parameters. Parameters with λ = 0, personal ones or those of a node without neighbours, stay
-where they are.
+mean of the neighbours' parameters. Parameters with λ = 0, personal ones or those of a node without neighbours, do not
+change.
 
 Source: Jung, "Federated learning: from theory to practice", section 6.4.
 """
@@ -26,16 +26,16 @@ from fedtorch.tree import Tree
 class _Prepared(NamedTuple):
     """A block's data; leaves `(K, ...)`."""
 
-    data: Tree  # as the local solver prepares it, with a row of zeros for a node that has none
+    data: Tree  # prepared by the local solver, with a row of zeros for a node without rows
     empty: Tensor  # (K,) bool, which nodes have none
 
 
 def unlabelled(local: LocalSolver) -> LocalSolver:
-    """Return a local solver that takes nodes without rows, too: they follow their neighbours.
+    """Build a local solver that also accepts nodes without rows, whose parameters are their neighbours' mean.
 
     Args:
-        local: how a node that has rows works on its own problem. What it makes of a row of zeros, which stands for
-            the rows of a node that has none, is not looked at, but it must be able to read one.
+        local: solver of a node with rows. Its result for a row of zeros, which stands for a node without rows, is not
+            used, but it must accept one.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,4 +1,4 @@
-"""The shared latent processes at the inducing inputs, as units' inputs see them, and units' covariances."""
+"""Covariances of the shared latent processes at the inducing inputs with units' inputs, and units' covariances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedtorch.stacked_layers import WithoutReading
 
 
 class Features(NamedTuple):
-    """Units' inputs, as the latent processes at the inducing inputs see them."""
+    """Units' inputs in terms of the latent processes at the inducing inputs."""
 
     basis: Tensor  # (*b, N, P) V_m L, L the Cholesky factor of C_gg
     residual: Tensor  # (*b, N) diagonal of Ω_m, and of the covariance of the unit's own process
@@ -27,7 +27,7 @@ class Geometry(UnitModel):
 
     Attributes:
         inducing: inputs w `(J, d)`.
-        features: None, or what is applied to all inputs and inducing inputs.
+        features: None, or a map applied to all inputs and inducing inputs.
         jitter: relative to the variances.
         points: the number P of inducing values, latents · J.
         basis: Cholesky factors of covariances of the latent processes `(I, J, J)`.
@@ -78,7 +78,7 @@ class Geometry(UnitModel):
         return block_diagonal(torch.linalg.solve_triangular(root, self.basis, upper=False))
 
     def see(self, x: Tensor, mask: Tensor | None = None) -> Features:
-        """Inputs x `(*b, N, d)` as the latent processes at the inducing inputs see them; zeros where masked out."""
+        """Project inputs x `(*b, N, d)` on the latent processes at the inducing inputs; zeros for masked inputs."""
         root = self.root()
         inverse, inputs = _inverse(root), self.embed(x)
         cross = self.kernel.cross(inputs, self.embed(self.inducing))

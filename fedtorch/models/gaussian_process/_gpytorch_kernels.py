@@ -1,4 +1,4 @@
-"""Checks of GPyTorch's kernels, several of them as one, and the initial values of their lengthscales."""
+"""Checks of GPyTorch's kernels, combinations of several, and the initial values of their lengthscales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_latents(kernel: Any) -> Any:
     """Return the kernel if its batch shape is that of latent processes, else one of a kernel without, or of several.
 
     Raises:
-        TypeError: a kernel that this model cannot use; see `check_kernel`.
+        TypeError: an unsupported kernel; see `check_kernel`.
         ValueError: no kernel, one with more batch dimensions than one, or several of which one has any.
     """
     kernels = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
@@ -48,7 +48,7 @@ def of_latents(kernel: Any) -> Any:
 
 
 def check_kernel(kernel: Any) -> None:
-    """Raise TypeError for what is no kernel, or one of which a part cannot be used, with the reason."""
+    """Raise TypeError, with the reason, for an object that is not a kernel, or has an unsupported part."""
     for part in [kernel, *getattr(kernel, "modules", list)()]:
         if part is kernel and not isinstance(part, Kernel):
             raise TypeError(f"Expected a kernel of GPyTorch, but got {type(kernel).__name__}")
@@ -66,7 +66,7 @@ def spread_lengthscales(kernel: Any, extent: Tensor, latents: int) -> None:
     """Set lengthscales of the kernel's parts that suit inputs of an extent `(d,)`, a different one for each latent.
 
     The finest is a tenth of the extent, the next twice that, and so on. Lengthscales that have been set, that are
-    frozen, or whose constraint excludes the value stay as they are: GPyTorch's own start is a raw value of 0.
+    frozen, or whose constraint excludes the value are not changed; unset ones have GPyTorch's default raw value of 0.
     """
     several = isinstance(kernel, SideBySide)
     for first, part in enumerate(kernel.kernels if several else [kernel]):

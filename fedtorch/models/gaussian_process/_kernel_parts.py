@@ -15,7 +15,7 @@ def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
     centre = z.detach().mean(-2, keepdim=True)
     width = square.rsqrt()[..., None, :]
     one, two = (x - centre)[..., None, :, :] * width, (z - centre)[..., None, :, :] * width
-    # One product of matrices gives −½‖·‖², so that nothing of size N × Z is kept for the gradient but the result.
+    # One product of matrices gives −½‖·‖², so the gradient needs no further array of size N × Z.
     half_one, half_two = -0.5 * one.square().sum(-1, keepdim=True), -0.5 * two.square().sum(-1, keepdim=True)
     left = torch.cat([one, half_one, torch.ones_like(half_one)], -1)
     right = torch.cat([two, torch.ones_like(half_two), half_two], -1)
@@ -31,17 +31,19 @@ def matern(x: Tensor, z: Tensor, square: Tensor, smoothness: float) -> Tensor:
     width = square.rsqrt()[..., None, :]
     one, two = x[..., None, :, :] * width, z[..., None, :, :] * width
     gap = (one[..., :, None, :] - two[..., None, :, :]).square().sum(-1)
-    r = (2 * smoothness * gap.clamp(min=1e-30)).sqrt()  # with the derivative 0 where inputs are the same
+    r = (2 * smoothness * gap.clamp(min=1e-30)).sqrt()  # gives derivative 0 at equal inputs
     return {0.5: torch.ones_like(r), 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[smoothness] * (-r).exp()
 
 
 def positive(lower: float = 0.0) -> Any:
-    """Return the constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free."""
+    """Build the constraint of a parameter above a limit without a scale of its own: the logarithm of the excess is
+    free.
+    """
     return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)
 
 
 def extent_of(x: Tensor) -> Tensor:
-    """Return the range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`.
+    """Return the range of each column of x `(..., N, d)`, 1 for constant columns: `(d,)`.
 
     >>> extent_of(torch.tensor([[2.0, 7.0], [5.0, 7.0]]))
     tensor([3., 1.])

@@ -26,9 +26,9 @@ def row_fit(likelihood: Any, y: Tensor, mean: Tensor, variance: Tensor, mask: Te
         likelihood: any GPyTorch likelihood of one-dimensional outputs.
         y: outputs `(*b, N)`.
         mean: of f `(*b, N)`.
-        variance: of f `(*b, N)`, positive where there is a row.
+        variance: of f `(*b, N)`, positive except on padding.
         mask: `(*b, N)`, 1 for rows that are there.
-        extra: what the likelihood wants besides, `(*b, N)` each.
+        extra: further fields of the likelihood, `(*b, N)` each.
     """
     if isinstance(likelihood, GaussianLikelihood):
         gap = (y - mean).square() + variance

@@ -1,9 +1,9 @@
 """GPyTorch's kernels under hyperparameters that a federation has stacked.
 
 A federation puts tensors `(S, ...)` in the places of a kernel's hyperparameters: S = 1 for all units, or one copy for
-each. A kernel of GPyTorch keeps its `batch_shape` beside them, trusts it when it computes shapes, and may compute its
-values after the tensors have been taken out again. All kernels are therefore evaluated here, at once, and as kernels
-whose hyperparameters and `batch_shape` agree:
+each. A kernel of GPyTorch stores its `batch_shape` separately, uses it for shapes, and may compute its values lazily,
+after the tensors have been removed again. All kernels are therefore evaluated here, eagerly, with hyperparameters and
+`batch_shape` that agree:
 
 - one copy, or copies that are views of one, without the first axis;
 - different copies of kernels that are known to follow `batch_shape` as one kernel of the batch shape `(S, ...)`;
@@ -26,7 +26,7 @@ Kernel: Any = gpytorch.kernels.Kernel
 
 
 def parameter_dims(module: nn.Module) -> dict[str, int]:
-    """Return the number of dimensions of each parameter before anything is stacked."""
+    """Return the number of dimensions of each unstacked parameter."""
     return {name: parameter.ndim for name, parameter in module.named_parameters()}
 
 
@@ -34,7 +34,7 @@ def matrix(kernel: Any, dims: dict[str, int], x: Tensor, z: Tensor) -> Tensor:
     """Return k(x, z) of x `(*b, *i, N, d)` and z `(*b, *i, Z, d)`, i the kernel's batch shape: `(*b, *i, N, Z)`.
 
     Args:
-        kernel: whose hyperparameters may be stacked, `(S, ...)`; then b is one dimension of size S or 1, or S is 1.
+        kernel: its hyperparameters may be stacked, `(S, ...)`; then b is one dimension of size S or 1, or S is 1.
         dims: `parameter_dims` of the kernel.
         x: inputs; dimensions of i may be 1.
         z: inputs.
@@ -78,7 +78,7 @@ class SideBySide(Kernel):
 
 
 def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return `call(*inputs)` with the kernel's hyperparameters as this module says."""
+    """Return `call(*inputs)` with consistent hyperparameters and batch shapes, as the module describes."""
     stacked = {n: value for n, value in kernel.named_parameters() if value.ndim > dims.get(n, value.ndim)}
     if not stacked:
         return call(*inputs)
@@ -102,7 +102,9 @@ def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *i
 
 @contextmanager
 def _batch_shapes(kernel: Any, units: int) -> Iterator[Callable[[str, Tensor], Tensor]]:
-    """Give the kernel and its parts batch shapes of so many units, and how a stacked parameter fits them, by name."""
+    """Set batch shapes for this many units in the kernel and its parts; return the unstacked form of parameters, by
+    name.
+    """
     parts = {name: part for name, part in kernel.named_modules() if isinstance(part, Kernel)}
     depth, shapes_before = len(kernel.batch_shape), {name: part._batch_shape for name, part in parts.items()}
     # With that of its parts, as a `ScaleKernel` makes its parameter.

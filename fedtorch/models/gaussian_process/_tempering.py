@@ -2,8 +2,8 @@
 
 Draws of the base are weighted by gain^δ, resampled and moved, until the exponents δ add up to one. Moves go along
 differences of two other draws (ter Braak 2006, "A Markov chain Monte Carlo version of the genetic algorithm
-differential evolution"), so that they have the density's own scales and lead from one mode to another. Every density
-has exponents of its own and the same random numbers, so that its draws do not depend on the others'.
+differential evolution"), so they have the density's own scales and lead from one mode to another. Every density has its
+own exponents and the same random numbers, so that its draws do not depend on the others'.
 
 Source: Del Moral, Doucet and Jasra (2006), "Sequential Monte Carlo samplers"; exponents by bisection as in Jasra et
 al. (2011), "Inference for Lévy-driven stochastic volatility models via adaptive sequential Monte Carlo".
@@ -29,10 +29,10 @@ def draws(
 
     Args:
         base: `(K, S, D)` -> log-density up to a constant, `(K, S)`.
-        gain: `(K, S, D)` -> `(K, S)`; what is not finite counts as −∞.
+        gain: `(K, S, D)` -> `(K, S)`; values that are not finite count as −∞.
         start: draws of the base `(S, D)`.
         densities: the number K.
-        key: of the random numbers.
+        key: random key of the numbers.
     """
     place = start.expand(densities, *start.shape)
     value = _finite(gain(place))
@@ -51,7 +51,9 @@ def draws(
 
 
 def _finite(value: Tensor) -> Tensor:
-    """Return log-densities, those that are not finite so small that no draw of them is kept."""
+    """Return log-densities, with very small values in place of those that are not finite, so that no such draw
+    survives.
+    """
     return torch.where(value.isfinite(), value, torch.finfo(value.dtype).min / 4)
 
 
@@ -93,7 +95,7 @@ def _moved(
     for move in range(moves):
         pair_key, length_key, coin_key = random.split(random.fold_in(key, move), 3)
         order = random.permutation(pair_key, size).to(place.device)
-        one, two = order.roll(1), order.roll(2)  # of others, each once
+        one, two = order.roll(1), order.roll(2)  # two other draws, each used once
         behind = torch.empty_like(order)
         behind[order] = torch.arange(size, device=order.device)
         # Half of the moves are long ones, of the length that suits normal densities; the others are shorter.

@@ -28,7 +28,7 @@ class UnitModel(gpytorch.Module):
 
     Attributes:
         kernel: an `OutputKernel`, which names its units' tensors.
-        likelihood: whose tensors are the units' own.
+        likelihood: its tensors are the units' own.
         own_kernel: None, or the kernel of the units' own processes.
         share_own_kernel: whether its hyperparameters are shared.
         offset: None, or the units' means in units of their scales, `(*b,)`.
@@ -48,7 +48,7 @@ class UnitModel(gpytorch.Module):
     def unit_names(self) -> tuple[str, ...]:
         """Return the names of the parameters and buffers that belong to a unit; the other parameters are shared."""
         mine = {f"kernel.{name}" for name in self.kernel.units} | {"offset"}
-        # What a kernel keeps in buffers is no hyperparameter: columns, random frequencies.
+        # A kernel's buffers are not hyperparameters: columns, random frequencies.
         buffers = [name for name, _ in self.named_buffers() if not name.startswith("own_kernel.")]
         named = [*dict(self.named_parameters()), *buffers]
         constraints = {name for name in named if "constraint" in name or "_prior." in name or "quadrature" in name}
@@ -63,8 +63,8 @@ class UnitModel(gpytorch.Module):
     def unit_vector(self, names: Sequence[str]) -> Tensor:
         """Return units' parameters of these names and the logarithm of their scale as vectors, `(*b, D)`.
 
-        Weights and means are in the units of the outputs, so that units of other scales can be compared. A scale that
-        is given for all units is left out.
+        Weights and means are in the units of the outputs, so that units with different scales can be compared. A common
+        scale of all units is left out.
         """
         values, start = {**dict(self.named_parameters()), **dict(self.named_buffers())}, self.kernel.scale.ndim
         scale = self.kernel.scale[..., None]
@@ -106,12 +106,13 @@ class UnitModel(gpytorch.Module):
         return tuple(name for name, p in self.named_parameters() if p.requires_grad and name not in mine)
 
     def initial_units(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> dict[str, Tensor]:
-        """Return units' initial tensors: scales, noise and offsets as their own outputs suggest, the rest as it is.
+        """Return units' initial tensors: scales, noise and offsets estimated from their outputs, the module's values
+        otherwise.
 
         Args:
             y: outputs `(*b, N)`.
-            mask: `(*b, N)`, which of them are there.
-            extra: what the likelihood wants besides, `(*b, N)` each.
+            mask: `(*b, N)`, marks rows against padding.
+            extra: further fields of the likelihood, `(*b, N)` each.
 
         Returns:
             by the names of `unit_names`, `(*b, ...)`. Constant outputs and single points get their size as scale.

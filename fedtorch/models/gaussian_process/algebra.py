@@ -1,4 +1,4 @@
-"""Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors.
+"""Normal factors of whitened values (sites), their posterior and evidence, and Cholesky factors.
 
 >>> import torch
 >>> from fedtorch.models.gaussian_process.algebra import GaussianSite, at_first_go, evidence, posterior
@@ -114,10 +114,11 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
 def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
     """Call `function(*args)`, whose `stable_cholesky` factors are checked once, all together, and not each.
 
-    Where they have not, it is called again and asked after each. So a device is waited for once.
+    If a factorisation has failed, the function is called again and each is checked. A device is therefore synchronised
+    once.
 
     Args:
-        function: gives the same whenever it is called, and changes nothing.
+        function: deterministic and without side effects.
         args: its arguments.
     """
     hoped: list[Tensor] = []
@@ -125,7 +126,7 @@ def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
     try:
         result = function(*args)
         failed = bool(torch.stack(hoped).any()) if hoped else False
-    except (ValueError, RuntimeError):  # of numbers from a factor that is none; if not, they come again
+    except (ValueError, RuntimeError):  # invalid numbers from a failed factor; otherwise the repetition raises again
         failed = True
     finally:
         _HOPED.reset(token)

@@ -1,4 +1,4 @@
-"""Checks of a model's parts where it is made, and of rows where they come in.
+"""Checks of a model's parts at construction, and of rows at their entry.
 
 >>> import gpytorch, torch
 >>> from fedtorch.models.gaussian_process import ConvolvedGP, checks
@@ -87,9 +87,10 @@ def check_parts(model: Geometry, mean: bool = False) -> None:
 
 
 def check_kernels(model: Geometry) -> None:
-    """Raise ValueError unless the features know the inducing inputs, and kernels have values and one diagonal there.
+    """Raise ValueError unless the features accept the inducing inputs, and kernels have finite values with one diagonal
+    there.
 
-    A kernel of your own may look at its batch shape or at `diag=True` in another way than GPyTorch's do.
+    A user-defined kernel may use its batch shape or `diag=True` in another way than GPyTorch's do.
 
     >>> import gpytorch
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
@@ -154,7 +155,7 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor, units: torch.Size | None =
 
 
 def check_inputs(model: Geometry, x: Tensor) -> None:
-    """Raise ValueError unless x is `(*b, N, d)` in the model's dtype and the features know it.
+    """Raise ValueError unless x is `(*b, N, d)` in the model's dtype and accepted by the features.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> check_inputs(ConvolvedGP(torch.zeros(3, 1)), torch.zeros(5))
@@ -170,7 +171,7 @@ def check_inputs(model: Geometry, x: Tensor) -> None:
 
 
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
-    """Ask the model's features about inputs and its likelihood about `extra`, where they have a `check`.
+    """Call the `check` of the model's features with inputs and that of its likelihood with `extra`, if they have one.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> from fedtorch.models.gaussian_process.kernels import EmbedCategories

@@ -1,15 +1,15 @@
 r"""Deep Gaussian processes of units that share a warp of their inputs.
 
-Unit m's outputs are y = f_m(g(x)) + noise: the inner layers g are what units have in common, the outer process f_m is
-the unit's own. Every layer is a sparse Gaussian process with q(u) on inducing inputs, and a layer's input is a draw of
-the layer before, so that the bound
+Unit m's outputs are y = f_m(g(x)) + noise: the inner layers g are shared by the units, the outer process f_m is the
+unit's own. Every layer is a sparse Gaussian process with q(u) on inducing inputs, and a layer's input is a draw of the
+layer before, so that the bound
 
 .. math:: \sum_m \Big( E_q \log p(y_m | f_m(g(x_m))) - KL(q(f_m) \| p) \Big) - KL(q(g) \| p)
 
-is estimated without bias, whatever the layers (doubly stochastic: draws, and rows). A unit's loss is minus its own part
-by row, with KL(q(g) ‖ p) by row of all units: the mean of units' losses, weighted by rows, is minus the bound of all,
-by row. Hyperparameters and inducing inputs of all layers are shared; the outer q(u) and the noise, `DeepGP.own`, stay
-with the unit.
+is estimated without bias for any layers (doubly stochastic: draws, and rows). A unit's loss is minus its own part by
+row, with KL(q(g) ‖ p) divided by the rows of all units: the mean of units' losses, weighted by rows, is minus the bound
+of all, by row. Hyperparameters and inducing inputs of all layers are shared; the outer q(u) and the noise,
+`DeepGP.own`, stay with the unit.
 
 Source: Salimbeni and Deisenroth (2017), "Doubly stochastic variational inference for deep Gaussian processes".
 """
@@ -31,8 +31,8 @@ from fedtorch.models.quadrature import gauss_hermite
 
 __all__ = ["DeepGP"]
 
-Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of inputs, inputs and squared lengthscales
-Likelihood = Callable[[Tensor], Distribution]  # of the outputs, given the values of f
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # (inputs, inputs, squared lengthscales) -> covariance
+Likelihood = Callable[[Tensor], Distribution]  # values of f -> distribution of the outputs
 
 _NODES = 64  # draws of the inner layers in predictions
 _START = 0.01  # sd of the inner layers' q, in units of the prior's
@@ -93,10 +93,10 @@ class SparseLayer(nn.Module):
 
     Args:
         inducing: `(J, d)`.
-        outputs: how many processes.
+        outputs: number of processes.
         identity: whether the prior's mean is the input; then as many outputs as inputs.
-        variance: of the prior, to begin with.
-        sd: of q's whitened values, to begin with.
+        variance: initial variance of the prior.
+        sd: initial sd of q's whitened values.
         jitter: of the inducing values, relative to the variance.
         kernel: of variance 1.
     """
@@ -119,7 +119,7 @@ class SparseLayer(nn.Module):
         self.inducing = nn.Parameter(inducing.clone())
         self.log_lengthscale = nn.Parameter((extent_of(inducing) / 10).log().expand(outputs, dims).clone())
         self.log_variance = nn.Parameter(torch.full((outputs,), math.log(variance)).to(inducing))
-        self.mean = nn.Parameter(inducing.new_zeros(outputs, size))  # of q(v), u = mean(Z) + L v
+        self.mean = nn.Parameter(inducing.new_zeros(outputs, size))  # mean of q(v), u = mean(Z) + L v
         self.root = nn.Parameter((sd * torch.eye(size)).repeat(outputs, 1, 1).to(inducing))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ class SparseLayer(nn.Module):
         return mean.mT + x if self.identity else mean.mT, variance.mT
 
     def _factor(self, matrix: Tensor) -> Tensor:
-        """Return the Cholesky factor; in training NaN where there is none, so that a federation names the unit."""
+        """Return the Cholesky factor; in training NaN if it does not exist, so that a federation names the unit."""
         if not self.training:
             return torch.linalg.cholesky(matrix)
         factor, failed = torch.linalg.cholesky_ex(matrix)
@@ -152,23 +152,24 @@ class SparseLayer(nn.Module):
 class DeepGP(nn.Module):
     """A deep Gaussian process of one unit: `layers` sparse processes one after the other, all but the outer one shared.
 
-    In training it gives what the loss needs; in `eval()` the predicted mean of each output, `(N,)`. Train it by
-    `ft.gradient_descent(module, loss=DeepGP.loss, …)` without `batch_size`, for the loss takes a batch for all of a
+    In training it returns the inputs of the loss; in `eval()` the predicted mean of each output, `(N,)`. Train it by
+    `ft.gradient_descent(module, loss=DeepGP.loss, …)` without `batch_size`, because the loss treats a batch as all of a
     unit's rows, in `ft.personal_layers(local, module.own)`. Kernels are the same in all layers, RBF or Matérn.
 
-    Intervals of one layer cover what they say. Of two layers they are too narrow, as q takes layers for independent: of
-    three simulated groups of sixteen units with twelve rows, kernels and noise known, those of 95 % cover 84, 90 and
-    94 % of new outputs, and training for longer does not change that.
+    Intervals with one layer have their nominal coverage. With two layers they are too narrow, because q treats layers
+    as independent: for three simulated groups of sixteen units with twelve rows, with known kernels and noise, those of
+    95 % cover 84, 90 and 94 % of new outputs, and longer training does not change that.
 
     Args:
-        inducing: inducing inputs `(J, d)` of every layer to begin with; inner layers have d outputs.
-        rows: of all units together.
+        inducing: initial inducing inputs `(J, d)` of every layer; inner layers have d outputs.
+        rows: number of rows of all units together.
         layers: 1 is a sparse Gaussian process.
-        draws: of the inner layers, in a step of training.
-        noise: standard deviation of the outputs' noise, to begin with.
+        draws: draws of the inner layers, in a step of training.
+        noise: initial standard deviation of the outputs' noise.
         smoothness: ν of Matérn kernels, 0.5, 1.5 or 2.5; by default kernels are RBF.
-        likelihood: of outputs without normal noise, the distribution given f: `lambda f: Bernoulli(logits=f,
-            validate_args=False)`, `lambda f: Poisson(f.exp(), validate_args=False)`, of `torch.distributions`.
+        likelihood: for outputs without normal noise, the distribution given f:
+            `lambda f: Bernoulli(logits=f, validate_args=False)`, `lambda f: Poisson(f.exp(), validate_args=False)`, of
+            `torch.distributions`.
         jitter: of inducing values, relative to their variance.
 
     Raises:
@@ -191,7 +192,8 @@ class DeepGP(nn.Module):
     """
 
     own: ClassVar[tuple[str, ...]] = ("outer.mean", "outer.root", "log_noise")
-    all_rows: ClassVar[bool] = True  # of a unit, in every step: so many as the loss divides KL(q(f) ‖ p) by
+    # every step needs all rows of a unit, because the loss divides KL(q(f) ‖ p) by their number
+    all_rows: ClassVar[bool] = True
     total: Tensor
     nodes: Tensor
 
@@ -247,7 +249,7 @@ class DeepGP(nn.Module):
         """Return minus the unit's part of the bound, by row.
 
         Args:
-            posterior: what the module gives in training, of all of a unit's rows.
+            posterior: the module's output in training, for all of a unit's rows.
             y: their outputs `(N,)`.
         """
         return (posterior.own - posterior.fit(y)) / len(y) + posterior.shared / posterior.rows
@@ -258,7 +260,7 @@ class DeepGP(nn.Module):
             return self._outputs(x)
 
     def warp(self, x: Tensor) -> Tensor:
-        """Return the inner layers' mean at x `(N, d)`, `(N, d)`: where the outer process sees each input."""
+        """Return the inner layers' mean at x `(N, d)`, `(N, d)`: the outer process's inputs."""
         for layer in self.inner:
             x = layer(x)[0]
         return x

@@ -20,18 +20,18 @@ from fedtorch.models.gaussian_process.model import ConvolvedGP, MultivariateNorm
 from fedtorch.models.gaussian_process.quiet_gpytorch import linear_operator
 from fedtorch.models.gaussian_process.unit_prior import UnitPrior, learnt
 
-_DRAWS = 128  # of a unit's parameters
-_MOST_NUMBERS = 2**20  # of matrices that are held at once
+_DRAWS = 128  # draws of a unit's parameters
+_MOST_NUMBERS = 2**20  # most numbers of matrices in memory
 
 
 class UnitMixture(nn.Module):
-    """A unit, or units `*k`, as a mixture of equally weighted `ConvolvedGP` over draws of what is the unit's own.
+    """A unit, or units `*k`, as a mixture of equally weighted `ConvolvedGP` over draws of the unit's own parameters.
 
     Calling it with x `(*k, N, d)` gives the mean and the covariance of f, by the law of total covariance, as a
     `MultivariateNormal`; `predict` adds the noise.
 
     Args:
-        components: whose units' tensors are `(K · S, ...)`, the S draws of each of K units one after another.
+        components: its units' tensors are `(K · S, ...)`, the S draws of each of K units one after another.
         batch_shape: *k, of K elements.
 
     >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
@@ -113,12 +113,12 @@ def join(
     *,
     exact_units: bool = False,
     known: bool = False,
-    key: Tensor | None = None,
+    seed: int = 0,
 ) -> UnitMixture:
     """Add a new unit with a few points, or new units one by one: integrate over its own parameters and condition q.
 
-    Its parameters have the prior that is learnt from the units of the run (`unit_prior`) times those that the model
-    declares. Draws from their posterior given q(g) are found by tempered sequential Monte Carlo.
+    The unit's own parameters have the prior learnt from the units of the run (`unit_prior`) times the model's declared
+    priors. Draws from their posterior given q(g) come from tempered sequential Monte Carlo.
 
     Args:
         model: of one unit, no batch dimensions, with a posterior: for example any unit's of a federation.
@@ -126,15 +126,15 @@ def join(
         y: their outputs `(*k, N)`.
         mask: `(*k, N)`, which rows are there.
         exact_units: see `ConvolvedGP.bound`.
-        known: whether these are the rows of the model's own unit, which is one of the run; q is then taken without
-            them first. Of one unit.
-        key: of the draws; default: that of seed 0.
+        known: whether these are the rows of the model's own unit, which is in the run; q is then first computed without
+            them. For one unit only.
+        seed: of the draws.
 
     Returns:
-        the mixture of models of the new units, whose posteriors know their points too.
+        the mixture of models of the new units, with posteriors given their rows too.
 
     Raises:
-        ValueError: rows that do not fit the model, or `known` rows that q does not know.
+        ValueError: rows that do not fit the model, or `known` rows that are not in q.
         TypeError: a likelihood that is not Gaussian.
 
     >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
@@ -153,7 +153,7 @@ def join(
             "federation's unit"
         )
     check_rows(model, x, y, y.shape[:-1])
-    batch, key = y.shape[:-1], (random.key(0) if key is None else key).to(y.device)
+    batch, key = y.shape[:-1], random.key(seed).to(y.device)
     count, exact = batch.numel(), model.keeps_whole(exact_units)
     if known and batch:
         raise ValueError(f"Expected known rows of one unit, the model's own, but got those of {count}")
@@ -189,7 +189,7 @@ def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, ke
 
 
 def _conditioned(model: ConvolvedGP, vectors: Tensor, rows: Observed, exact: bool) -> ConvolvedGP:
-    """Return a copy for units of these parameters, `(S, D)`, whose q knows their rows `(S, N, ·)`."""
+    """Return a copy for units with these parameters, `(S, D)`, whose q includes their rows `(S, N, ·)`."""
     new = copy.deepcopy(model)
     tensors = {**dict(new.named_parameters()), **dict(new.named_buffers())}
     with torch.no_grad():
@@ -225,7 +225,7 @@ def _about_q(model: ConvolvedGP, rows: Observed) -> tuple[Tensor, Tensor, Tensor
 
 
 def _leave_out(model: ConvolvedGP, rows: Observed, exact: bool) -> None:
-    """Take what the rows of the model's own unit say, `(1, N, ·)`, out of its q.
+    """Remove the site of the model's own unit, from its rows `(1, N, ·)`, from its q.
 
     Raises:
         ValueError: rows that are not in q.
@@ -245,7 +245,7 @@ def _leave_out(model: ConvolvedGP, rows: Observed, exact: bool) -> None:
 
 
 def _repeated(rows: Observed, times: int) -> Observed:
-    """Return every unit's rows so many times, `(K · times, N, ·)`."""
+    """Repeat every unit's rows, `(K · times, N, ·)`."""
     return Observed(*(part[:, None].expand(-1, times, *part.shape[1:]).flatten(0, 1) for part in rows))
 
 

@@ -1,8 +1,8 @@
 r"""Covariances of outputs that share latent processes: convolution processes and linear coregionalisation.
 
-Unit m's output is made from latent Gaussian processes g_1, …, g_I that all units share. A kernel here knows the
-covariances of the latent processes, of outputs with them, and of a unit's output with itself; what is shared and what
-is the unit's own is a matter of shapes: shared parameters have none of the units' batch dimensions.
+Unit m's output is made from latent Gaussian processes g_1, …, g_I that all units share. A kernel here defines the
+covariances of the latent processes, of outputs with them, and of a unit's output with itself. Shapes distinguish shared
+parameters from a unit's own: shared parameters have none of the units' batch dimensions.
 
 Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes", equations (17) and (18); Álvarez and
 Lawrence (2011), "Computationally efficient convolved multiple output Gaussian processes".
@@ -98,19 +98,19 @@ class ConvolutionProcess(_Mixture):
             \exp(-\tfrac12 \Delta' (2 R_{mi} + S_i)^{-1} \Delta).
 
     All three share one normalisation, that of f_m = Σ_i v_mi (N(0, R_mi) * g_i) with g_i of variance s_i²; the source
-    says white noise, and its (18) is v times that of a latent process of unit variance. The sign of v counts. Only
-    v s matters, but given the latent processes all units' v are held where they are, and the shared s moves at once.
+    has white noise, and its (18) is v times that of a latent process of unit variance. The sign of v matters. Only v s
+    matters, but given the latent processes all units' v are tied, and the shared s moves at once.
 
     Args:
         dims: input dimensions d, each with its own lengthscale.
         latents: latent processes I.
         batch_shape: of the units.
         lengthscale_prior: on the lengthscales `(I, d)`.
-        smoothing_prior: on the units' smoothing widths `(*b, I, d)`; with little data of a unit it keeps them
-            from shrinking to nothing.
-        weight_prior: on the units' weights `(*b, I)`, amplitudes in units of their scales. A unit that has seen a part
-            of the inputs then leans towards what is usual where its own outputs do not tell; the common `scale` of
-            `ConvolvedGP` makes weights of different units comparable.
+        smoothing_prior: on the units' smoothing widths `(*b, I, d)`; for a unit with little data it keeps them from
+            shrinking to zero.
+        weight_prior: on the units' weights `(*b, I)`, amplitudes in units of their scales. A unit with rows in a part
+            of the inputs only is then shrunk to typical weights; the common `scale` of `ConvolvedGP` makes weights of
+            different units comparable.
 
     >>> kernel = ConvolutionProcess(dims=1).double()
     >>> kernel.raw_smoothing.data -= 20  # hardly any; S = 1
@@ -210,10 +210,10 @@ class Coregionalisation(_Mixture):
 
     .. math:: c_{f_m g_i} = v_{mi} c_{g_i g_i}, \qquad c_{f_m f_{m'}} = \textstyle\sum_i v_{mi} v_{m'i} c_{g_i g_i}.
 
-    Kernels may be compositions, with constraints and priors, of some columns (`active_dims`), or classes of your own.
-    Their hyperparameters are shared by all units. Lengthscales that nobody has set start from the extent of the
-    inducing inputs, a different one for each latent process; all others are what they are in the kernel. Latent
-    processes of the same kernel that start from the same hyperparameters stay the same: start them differently.
+    Kernels may be compositions, with constraints and priors, of some columns (`active_dims`), or user-defined classes.
+    Their hyperparameters are shared by all units. Unset lengthscales start from the extent of the inducing inputs, a
+    different one for each latent process; all other values are the kernel's. Latent processes of the same kernel that
+    start from the same hyperparameters stay the same: start them differently.
 
     Args:
         kernel: of the latent processes, with `batch_shape=(latents,)`; or a list of kernels without batch shape, one
@@ -223,7 +223,7 @@ class Coregionalisation(_Mixture):
         weight_prior: see `ConvolutionProcess`.
 
     Raises:
-        TypeError: what is no kernel, or one with several outputs for an input or an approximation of its own.
+        TypeError: not a kernel, or one with several outputs for an input or an approximation of its own.
         ValueError: batch shapes of several dimensions, or in a list.
     """
 
@@ -262,7 +262,7 @@ class Coregionalisation(_Mixture):
         return (self.amplitude.square()[..., None, None] * self._evaluate(x, z)).sum(-3)
 
     def spread(self, extent: Tensor) -> None:
-        """See `OutputKernel.spread`; lengthscales that have been set, or are frozen, stay as they are."""
+        """See `OutputKernel.spread`; lengthscales that have been set, or are frozen, do not change."""
         spread_lengthscales(self.kernel, extent, self.latents)
 
     def _evaluate(self, x: Tensor, z: Tensor) -> Tensor:
@@ -270,11 +270,11 @@ class Coregionalisation(_Mixture):
 
 
 class EmbedCategories(nn.Module):
-    """Make each level of categorical inputs a learnt point, and let continuous columns pass.
+    """Map each level of categorical inputs to a learnt point, and pass continuous columns unchanged.
 
-    The kernel of the embedded inputs is a kernel of the categories, positive definite whatever the points; levels that
-    behave alike come to lie close together. It is a feature extractor, shared by all units. Only differences of
-    embedded points matter, so the kernel's lengthscales of the new columns are redundant but harmless.
+    The kernel of the embedded inputs is a kernel of the categories, positive definite for any points; levels with
+    similar behaviour get near each other. It is a feature extractor, shared by all units. Only differences of embedded
+    points matter, so the kernel's lengthscales of the new columns are redundant but harmless.
 
     Args:
         dims: columns of the inputs.

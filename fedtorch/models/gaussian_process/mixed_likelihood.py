@@ -1,4 +1,4 @@
-"""Outputs of several kinds in one model: every row says which likelihood it has."""
+"""Outputs of several kinds in one model: every row has the index of its likelihood."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
 class MixedLikelihood(gpytorch.likelihoods.Likelihood):
-    """Give rows likelihoods of their own, for units that measure, count or classify what depends on the same processes.
+    """Likelihood that differs by row, for units whose measurements, counts or classes depend on the same processes.
 
     Rows are (x, y, kind): kind `(N,)` int64 is the place of the row's likelihood in `parts`.
 
     Args:
         parts: one-dimensional GPyTorch likelihoods. 0 must be a possible output of each, as it is for Gaussian,
             Student-t, Laplace, Bernoulli (outputs 0 and 1) and Poisson likelihoods. GPyTorch's Poisson rate is the
-            softplus of f, not its exponential; units of other levels than 0 want `ConvolvedGP(mean=True)`.
+            softplus of f, not its exponential; units with levels far from 0 need `ConvolvedGP(mean=True)`.
 
     Source: Moreno-Muñoz, Artés and Álvarez (2018), "Heterogeneous multi-output Gaussian process prediction".
 
@@ -47,11 +47,11 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
 
     @property
     def noise(self) -> Tensor | None:
-        """Return the noise of the first part that has some; that a part has tells that outputs are measurements."""
+        """Return the noise of the first part that has one, which means that outputs are measurements."""
         return next((part.noise for part in self.parts if hasattr(part, "noise")), None)
 
     def check(self, *extra: Tensor) -> None:
-        """Raise ValueError unless what rows have beside (x, y) is one kind each, the place of a likelihood."""
+        """Raise ValueError unless rows have exactly one further field, the index of a likelihood."""
         count = len(self.parts)
         if len(extra) != 1 or extra[0].is_floating_point():
             got = [f"{value.dtype} {tuple(value.shape)}" for value in extra]

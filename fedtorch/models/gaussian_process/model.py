@@ -46,14 +46,14 @@ class ConvolvedGP(Geometry):
         latents: latent processes of the default kernel.
         batch_shape: of the units.
         learn_inducing: whether the inducing inputs are parameters.
-        features: applied to all inputs and shared by all units, a deep kernel or `EmbedCategories`; kernels see its
-            outputs. Its `check`, if it has one, sees the rows first.
-        mean: whether each unit has a constant mean of its own; for a trend take a latent process with a LinearKernel.
+        features: applied to all inputs and shared by all units, a deep kernel or `EmbedCategories`; kernels get its
+            outputs. Its `check`, if it has one, is called with the rows first.
+        mean: whether each unit has its own constant mean; for a trend use a latent process with a LinearKernel.
         scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
-            default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
-            misjudges its own.
-        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has a process of its own beside the latent
-            ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m). Units are then exact, in O(N_m³); Gaussian noise.
+            default: each unit's own, estimated from its outputs. A unit with rows from a small part of its signal
+            misestimates its own.
+        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has its own process besides the latent ones,
+            f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m). Units are then exact, in O(N_m³); Gaussian noise.
         share_own_kernel: whether that kernel's hyperparameters, then without batch shape, are those of all units.
         jitter: relative to the variances; it grows tenfold, for a unit that needs it, up to 10⁶ times.
 
@@ -129,7 +129,7 @@ class ConvolvedGP(Geometry):
     # -- one unit's part -------------------------------------------------------------------------------------------
 
     def keeps_whole(self, exact_units: bool) -> bool:
-        """Return whether units' residuals are kept whole: on demand, and always beside an own process."""
+        """Return whether units' residuals are not diagonalised: on request, and always with an own process."""
         return exact_units or self.own_kernel is not None
 
     def expected_log_likelihood(
@@ -141,8 +141,8 @@ class ConvolvedGP(Geometry):
             x: inputs `(*b, N, d)`.
             y: outputs `(*b, N)`.
             mask: `(*b, N)`, which rows are there.
-            extra: what the likelihood wants besides, `(*b, N)` each.
-            exact_units: whether a unit's residual is kept whole; for Gaussian noise.
+            extra: further fields of the likelihood, `(*b, N)` each.
+            exact_units: whether a unit's residual covariance is full; for Gaussian noise.
         """
         mask = full(y, mask)
         seen = self.see(x, mask)
@@ -162,9 +162,9 @@ class ConvolvedGP(Geometry):
     ) -> GaussianSite:
         r"""Return the likelihood of t, by unit, from its outputs.
 
-        For Gaussian noise the exact factor, whatever q is. Otherwise the natural gradient of E_q[log p(y_m | f_m)]:
-        with m_n, v_n the moments of f_n under q, each row has precision β_n = −2 ∂/∂v_n, at least 0, and shift
-        ∂/∂m_n + β_n m_n (Khan and Lin 2017, "Conjugate-computation variational inference"). Arguments as those of
+        For Gaussian noise the exact factor, for any q. Otherwise the natural gradient of E_q[log p(y_m | f_m)]: with
+        m_n, v_n the moments of f_n under q, each row has precision β_n = −2 ∂/∂v_n, at least 0, and shift ∂/∂m_n + β_n
+        m_n (Khan and Lin 2017, "Conjugate-computation variational inference"). Arguments as those of
         `expected_log_likelihood`.
         """
         mask = full(y, mask)
@@ -193,7 +193,7 @@ class ConvolvedGP(Geometry):
             mask: `(*b, N)`.
             seen: `see(x, mask)`, which has the residual.
             basis: `(*b, N, P)`.
-            exact_units: whether the residual is kept whole.
+            exact_units: whether the residual covariance is full.
 
         Raises:
             TypeError: another likelihood.
@@ -249,14 +249,14 @@ class ConvolvedGP(Geometry):
     def initial_weights(
         self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
     ) -> Tensor:
-        """Return units' weights to begin with, `(*b, I)`, as their own outputs suggest.
+        """Return units' initial weights, `(*b, I)`, estimated from their own outputs.
 
-        Once units have told something, the ridge regression of the outputs on the latent processes' posterior means.
-        Before, I projections of the curve that the outputs alone suggest, on directions that are random and the same
-        for all units; from the units' sum of weights times curves, training then finds the span of the curves
-        (Halko, Martinsson and Tropp 2011, "Finding structure with randomness"). From weights that are the same for all
-        units the latent processes would begin as parts of one curve, and training may end at a local optimum.
-        Arguments as those of `expected_log_likelihood`.
+        Once units have sent sites, the ridge regression of the outputs on the latent processes' posterior means. Before
+        that, I projections of a curve estimated from the outputs alone, on random directions that are the same for all
+        units; from the units' sum of weights times curves, training then finds the span of the curves (Halko,
+        Martinsson and Tropp 2011, "Finding structure with randomness"). From equal weights of all units the latent
+        processes would start as parts of one curve, and training may end at a local optimum. Arguments as those of
+        `expected_log_likelihood`.
         """
         with torch.no_grad(), Swap(self, ["kernel.weight"])([torch.ones_like(self.kernel.weight)]):
             site = self.site(x, y, mask, *extra, exact_units=exact_units)
@@ -281,7 +281,7 @@ class ConvolvedGP(Geometry):
     def bound(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> Tensor:
         """Return the bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
 
-        Of exact units it is log N(y; 0, bdiag Ω_m + V C_gf + Σ), Ω_m with the covariance of the unit's own process.
+        For exact units it is log N(y; 0, bdiag Ω_m + V C_gf + Σ), with the covariance of the unit's own process in Ω_m.
         Arguments as those of `expected_log_likelihood`.
         """
         mask = full(y, mask)
@@ -301,22 +301,22 @@ class ConvolvedGP(Geometry):
         self.observe(x, y, mask, exact_units)
 
     def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
-        """Let predictions know a unit's own rows, which are in q already, beside what q says of g.
+        """Condition predictions on a unit's own rows, which are in q already, besides q(g).
 
-        Given g, the residual f_m − V_m g of an exact unit, its own process included, is a Gaussian process that only
-        its own rows tell of. A federation keeps no rows: `Federation.client_module(k)` observes them where they are.
-        Without own process and exact units there is nothing to know, and nothing is kept.
+        Given g, the residual f_m − V_m g of an exact unit, its own process included, is a Gaussian process that depends
+        only on its own rows. A federation stores no rows: `Federation.client_module(k)` conditions the module where the
+        rows are. Without own process and exact units there is no such residual, and nothing is stored.
 
         Args:
             x: inputs `(*b, N, d)`.
             y: outputs `(*b, N)`.
             mask: `(*b, N)`, which rows are there.
-            exact_units: as the sites of these rows were made.
+            exact_units: as in the sites of these rows.
         """
         self.observed = Observed(x, y, full(y, mask)) if self.keeps_whole(exact_units) else None
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the observed rows go where the module goes, and take its dtype."""
+        """Apply `module.to` and similar to the observed rows too."""
         super()._apply(fn, *args, **kwargs)
         if self.observed is not None:
             self.observed = Observed(*map(fn, self.observed))
@@ -363,8 +363,8 @@ class ConvolvedGP(Geometry):
     def predict(self, x: Tensor, *extra: Any) -> Any:
         """Predict outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise.
 
-        The unit's own parameters are points here, so that intervals of f are too short where its rows leave an
-        amplitude open: of units of a run with 24 rows they cover 0.45 in place of 0.95, and 0.95 by
+        The unit's own parameters are fixed here, so intervals of f are too short if its rows do not determine an
+        amplitude: for units of a run with 24 rows they cover 0.45 in place of 0.95, and 0.95 by
         `join(module, x, y, known=True)`, which integrates over them.
         """
         return self.likelihood(self(x), *extra)

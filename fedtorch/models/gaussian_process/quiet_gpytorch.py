@@ -6,7 +6,10 @@ import importlib
 import warnings
 from typing import Any
 
+from fedtorch._lazy import only
+
 __all__ = ["gpytorch"]
+__dir__ = only(__all__)
 
 with warnings.catch_warnings():
     for category in (DeprecationWarning, FutureWarning):  # of torch.jit.script, the latter from PyTorch 2.15 on

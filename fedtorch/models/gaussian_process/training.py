@@ -1,4 +1,4 @@
-"""Central training, and training from what units trained alone have sent once."""
+"""Central training, and training from one message of each separately trained unit."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def fit(
         y: outputs `(*b, N)`.
         mask: `(*b, N)`, which rows are there.
         exact_units: see `ConvolvedGP.bound`.
-        iterations: of L-BFGS at most.
-        start: whether units begin from `ConvolvedGP.initial_units` and `initial_weights`.
+        iterations: most iterations of L-BFGS.
+        start: whether units start from `ConvolvedGP.initial_units` and `initial_weights`.
 
     Returns:
         the bound, `()`.
@@ -67,17 +67,17 @@ def fit_modules(
 ) -> Tensor:
     """Fit the model to modules that units have trained alone and sent once (ModularGP), and set the posterior.
 
-    A unit's module is a sparse Gaussian process of its own: q(u_m) of its outputs u_m at its pseudo-inputs z_m, and the
-    prior p(u_m) that it was trained with. Their ratio is all that is known of the unit's outputs,
-    log q(u_m) / p(u_m) = c_m + a_m'u_m − ½ u_m'B_m u_m, and the bound is that of the model with this likelihood,
-    E_q[Σ_m log q(u_m) / p(u_m)] − KL(q(g) ‖ p(g)). There is one exchange, and it shows every unit's curve at its
-    pseudo-inputs. With all inputs as pseudo-inputs and the noise known, it is the bound of `fit`.
+    A unit's module is its own sparse Gaussian process: q(u_m) of its outputs u_m at its pseudo-inputs z_m, and the
+    prior p(u_m) of its training. Their ratio is all the information about the unit's outputs, log q(u_m) / p(u_m) = c_m
+    + a_m'u_m − ½ u_m'B_m u_m, and the bound is that of the model with this likelihood, E_q[Σ_m log q(u_m) / p(u_m)] −
+    KL(q(g) ‖ p(g)). There is one exchange, and it discloses every unit's curve at its pseudo-inputs. With all inputs as
+    pseudo-inputs and the noise known, it is the bound of `fit`.
 
     Args:
         model: changed in place, from where it stands: the kernel's hyperparameters, not the noise.
         points: pseudo-inputs `(M, J, d)`; M is the model's batch shape.
         modules: B `(M, J, J)`, a `(M, J)` and c `(M,)`, which is zeros where the bound's constant is of no interest.
-        iterations: of L-BFGS at most.
+        iterations: most iterations of L-BFGS.
 
     Returns:
         the bound, `()`.

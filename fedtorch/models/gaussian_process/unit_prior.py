@@ -1,10 +1,10 @@
-r"""What units' own parameters are like: the prior of a further unit's, learnt from sums over units.
+r"""The prior of a further unit's own parameters, learnt from sums over units.
 
 Units' vectors φ_m (amplitudes with their sign, means, logarithms of scale, noise and smoothing; `unit_vector`) are
-draws from one normal distribution, whose mean and covariance have the conjugate normal-inverse-Wishart prior that
-weighs one unit: at amplitude 0, for no sign is the likely one, and with the units' own scale as standard deviation of
-amplitudes and means, 1 of logarithms. From the sum of the moments (1, φ_m)(1, φ_m)' over n units follows the
-distribution of a further unit's φ, a multivariate t of n + 3 degrees of freedom: wide after few units.
+draws from one normal distribution, whose mean and covariance have the conjugate normal-inverse-Wishart prior with the
+weight of one unit. Its mean has amplitude 0, because neither sign is likelier; its standard deviations are the units'
+own scale for amplitudes and means, and 1 for logarithms. The sum of the moments (1, φ_m)(1, φ_m)' over n units
+determines the distribution of a further unit's φ, a multivariate t of n + 3 degrees of freedom: wide after few units.
 
 Source: Gelman et al. (2013), "Bayesian Data Analysis", section 3.6.
 """
@@ -58,11 +58,11 @@ def learnt(model: UnitModel, total: Tensor) -> UnitPrior:
     """Return the distribution of a further unit's vector, from the sum of the units' `moments` `(D + 1, D + 1)`.
 
     Args:
-        model: of one unit, whose parameters the vectors are made of; it counts as the one unit where the sum has none.
+        model: of one unit, with the parameters of the vectors; it counts as the one unit if the sum has none.
         total: the sum.
 
     Raises:
-        ValueError: moments of other parameters than those that the model trains.
+        ValueError: moments of other parameters than the model's trained ones.
     """
     alone = moments(model.unit_vector(model.unit_trained))
     if total.shape != alone.shape:

@@ -1,4 +1,4 @@
-"""Sparse Bayesian models as the two halves of a Gibbs sampler: what a site draws, and what the server draws."""
+"""Sparse Bayesian models as the two halves of a Gibbs sampler: a site's draws, and the server's draws."""
 
 from fedtorch._lazy import attach
 

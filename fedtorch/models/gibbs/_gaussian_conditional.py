@@ -4,7 +4,8 @@ For client k and chain c, with Gram matrix G = X'X, noise precision s and prior 
 
 .. math:: \delta \sim N(A^{-1} s X'r,\ A^{-1}), \qquad A = s G + \mathrm{diag}(d),
 
-r being the residual at δ = 0. Three ways, each giving the same bits for a problem whatever is stacked beside it:
+r being the residual at δ = 0. There are three methods, each with the same bits for a problem whatever is stacked beside
+it:
 
 - `elimination`: Gaussian elimination on all problems side by side, one coefficient at a time. Only additions,
   multiplications, divisions and roots are used, element by element, which IEEE arithmetic rounds alike in every place.
@@ -27,7 +28,7 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models.linear import SufficientStatistics
 
-SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above, designs have rows
+SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above that, designs store rows
 
 
 class Design(NamedTuple):
@@ -37,7 +38,7 @@ class Design(NamedTuple):
     estimate: Tensor  # (K, p) the least squares estimate of least norm
     rss: Tensor  # (K,) its residual sum of squares
     degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
-    x: Tensor | None  # (K, N, p), where there are many coefficients, and
+    x: Tensor | None  # (K, N, p), for many coefficients
     y: Tensor | None  # (K, N)
 
 
@@ -46,12 +47,12 @@ Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def gaussian_conditional(design: Design, centre: Tensor, keys: Tensor) -> Draw:
-    """Return the way that suits the number of coefficients, and for each client the number of its rows.
+    """Return the method for this number of coefficients, and the number of rows of each client.
 
     Args:
         design: K clients' data.
-        centre: what δ is the deviation from, `(K, C, p)`.
-        keys: `(K, C)`, for what a way draws beyond the standard normals that it is given.
+        centre: δ is the deviation from it, `(K, C, p)`.
+        keys: `(K, C)`, for a method's draws beyond the given standard normals.
     """
     if design.x is None:
         return elimination(design.statistics.gram, design.estimate, design.rss, centre)
@@ -74,7 +75,7 @@ class Fold:
             n = half
 
     def __call__(self) -> Tensor:
-        """Return the sum of what the buffer holds now."""
+        """Return the sum of the buffer's present values."""
         for target, source in self.steps:
             target.add_(source)
         return self.total
@@ -83,12 +84,13 @@ class Fold:
 def least_norm(x: Tensor, y: Tensor) -> Tensor:
     """Return the least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
 
-    What the rows leave open is found with the columns brought to one size, the least norm is in their own units.
+    Directions without information in the rows are found with the columns scaled to one size; the least norm is in their
+    own units.
     """
     n, p = x.shape[-2:]
     scale = linalg.unit_scale(x.square().sum(-2))
     turn, upper = torch.linalg.qr(x * scale[..., None, :])
-    rows = (0, 0, 0, max(p - n, 0))  # of zeros, for a square matrix
+    rows = (0, 0, 0, max(p - n, 0))  # zeros, for a square matrix
     left, singular, right = torch.linalg.svd(torch.nn.functional.pad(upper, rows))
     known = singular > torch.finfo(x.dtype).eps * max(n, p) * singular[..., :1]
     target = left.mT @ torch.nn.functional.pad(turn.mT @ y, rows)
@@ -99,17 +101,17 @@ def least_norm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:
-    """Return Elimination of the columns of (A, s X'r) side by side.
+    """Eliminate the columns of (A, s X'r), problems side by side.
 
     With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
-    No pivot is less than the prior's part of it; one that is, by rounding where columns depend on each other, is that,
-    with nothing beside it.
+    A pivot is at least the prior's part of it; if rounding makes it smaller, as for dependent columns, it is set to
+    that part, and the rest of its row to zero.
 
     Args:
         gram: G, `(K, p, p)`.
         estimate: the least squares estimates, `(K, p)`.
         rss: their residual sums of squares, `(K,)`.
-        centre: what δ is the deviation from, `(K, C, p)`.
+        centre: δ is the deviation from it, `(K, C, p)`.
     """
     chains, p = centre.shape[1:]
     gram = columns(gram[:, None].expand(-1, chains, -1, -1))
@@ -124,7 +126,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
     matrix, vector = work[:, :p], work[:, p]
     diagonal = matrix.diagonal(0, 0, 1).mT
     delta = torch.empty_like(vector)
-    look = work.is_cpu  # an accelerator would be waited for
+    look = work.is_cpu  # reading the result would synchronise an accelerator
     forward = [_forward_step(work, j) for j in range(p - 1)]
     backward = [(delta[j], work[j, j], delta[:j], work[:j, j], torch.empty_like(delta[:j])) for j in reversed(range(p))]
 
@@ -160,7 +162,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
 
 
 def _bounded(row: Tensor, least: Tensor) -> None:
-    """Let a row of a pivot and what is beside it be (least, 0, ...) where the pivot is less."""
+    """Replace a row by (least, 0, ...) if its pivot is less than `least`."""
     short = row[0] < least
     row.masked_fill_(short, 0.0)
     torch.maximum(row[0], least, out=row[0])

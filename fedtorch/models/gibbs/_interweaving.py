@@ -1,25 +1,25 @@
-r"""The other half of an interweaving sampler: the global parameter moves and takes the sites' parameters along.
+r"""The other half of an interweaving sampler: moves of the global parameter together with the sites' parameters.
 
-Given the sites' θ_k alone, θ_j is known to the width of their deviations, λ_kj τ_j, which shrinkage makes narrow: θ
-then creeps. Given the deviations d_k = θ_k − θ instead, the rows of all sites speak of θ itself,
+Given the sites' θ_k alone, θ_j is determined up to the width of their deviations, λ_kj τ_j, which shrinkage makes
+narrow: θ then moves slowly. Given the deviations d_k = θ_k − θ instead, the rows of all sites inform θ directly,
 
 .. math:: y_k \approx N(X_k (\theta + d_k), \Omega_k^{-1}) \quad\Rightarrow\quad
     \theta \mid d, y \sim N\Bigl(Q^{-1} \sum_k X_k' \Omega_k (y_k - X_k d_k),\ Q^{-1}\Bigr), \qquad
     Q = P + \sum_k X_k' \Omega_k X_k,
 
-P being the prior precision of θ. A draw from this between two draws of the other kind leaves the posterior invariant,
-and the pair mixes at least as fast as the better of the two (Yu and Meng, "To center or not to center: that is not the
+where P is the prior precision of θ. Alternating this draw with the ordinary one leaves the posterior invariant, and the
+pair mixes at least as fast as the better of the two (Yu and Meng, "To center or not to center: that is not the
 question. An ancillarity–sufficiency interweaving strategy (ASIS) for boosting MCMC efficiency", JCGS 20, 2011).
 
-The server needs sums only. It cannot wait for sites that are silent, which move with the others all the same, so a site
-tells its *place*, θ_k less all moves that every θ_k has made together, and the likelihood of such a move. The server
-keeps its *centre*, θ less those moves; d_k is the site's place less the centre at any time.
+The server needs sums only. It cannot wait for silent sites, whose coefficients move with the others all the same, so a
+site sends its *place*, θ_k minus all joint moves so far, and the likelihood of such a move. The server keeps its
+*centre*, θ minus those moves; d_k is the site's place minus the centre at any time.
 
-What a site tells is X_k' Ω_k X_k and a vector, as much as in least squares in closed form: only their sums are needed,
-so let them be made securely.
+A site sends X_k' Ω_k X_k and a vector, as in least squares in closed form: only their sums are needed, so secure
+summation suits them.
 
-What is slowest then is τ, of which `fedtorch.models.gibbs._scales` integrates θ out, and which
-`fedtorch.models.gibbs._levels` moves with the scales λ_k of all sites.
+The slowest component is then τ, for which `fedtorch.models.gibbs._scales` integrates θ out, and which
+`fedtorch.models.gibbs._levels` moves together with the scales λ_k of all sites.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def nothing(start: Tensor) -> Natural:
 
 
 def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
-    """Return the likelihood of a move in linear regressions, about no move.
+    """Return the log likelihood of a move in linear regressions, expanded about zero.
 
     Args:
         design: K clients' data.
@@ -61,7 +61,7 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
 
 
 def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:
-    """Return the likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about no move.
+    """Return the log likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about zero.
 
     Args:
         x: `(n, p)`.
@@ -79,8 +79,8 @@ def report(likelihood: Natural) -> dict[str, tuple[Tensor, ...]]:
 def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Tensor, keys: Tensor) -> Tensor:
     """Return θ given the deviations, `(C, p)`.
 
-    θ stays where Q is not positive definite to rounding, as under a flat prior of collinear columns. Q does not depend
-    on where θ is, so that this leaves the posterior invariant too.
+    θ stays if Q is not positive definite to rounding, as under a flat prior with collinear columns. Q does not depend
+    on θ, so this leaves the posterior invariant too.
 
     Args:
         score: of `report`, summed over the sites, `(C, p)`.
@@ -95,7 +95,7 @@ def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Te
     if (moved := gibbs_server.move((score, packed, *given))) is not None:
         return moved
     parts = (gaussian.unpack(packed), score, *given)
-    # One chain after another: a chain's bits do not depend on how many there are.
+    # One chain after another: a chain's bits do not depend on the number of chains.
     return torch.stack([_draw(*(part[c].clone() for part in parts)) for c in range(len(keys))])
 
 

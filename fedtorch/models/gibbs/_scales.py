@@ -1,20 +1,20 @@
 r"""Draws of the scales τ_j of the sites' deviations with the global θ_j integrated out.
 
-Given the sites' θ_kj and w_kj = 1/λ_kj², of which M sites tell W = Σ w, θ̂ = Σ w θ_k / W and S = Σ w (θ_k − θ̂)²,
+Given the sites' θ_kj and w_kj = 1/λ_kj², for which M sites send W = Σ w, θ̂ = Σ w θ_k / W and S = Σ w (θ_k − θ̂)²,
 
 .. math:: p(\tau_j \mid \theta_{\cdot j}, \lambda_{\cdot j}) \propto
     \frac{\tau^{-(M-1)}}{1 + \tau^2} \exp\Bigl(-\frac{S}{2 \tau^2}\Bigr)
     \int N(\hat\theta; \theta, \tau^2 / W)\, p(\theta)\, d\theta,
 
-and then θ_j is drawn given τ_j: both at once from their joint conditional. A draw of each given the other creeps, since
-a wide τ_j lets θ_j wander off and a θ_j that is off keeps τ_j wide.
+and then θ_j is drawn given τ_j: both at once from their joint conditional. Alternating draws mix slowly, since a wide
+τ_j lets θ_j move away and a distant θ_j keeps τ_j wide.
 
-The density is known up to a factor, at any point: a draw is one of `POINTS` points of a lattice that is laid through
-the point before, at random in its spacing and in which of its points that one is, in proportion to their densities. So
-the lattice is as probable from any of its points and the density stays invariant (Tjelmeland, "Using all
+The density is known up to a factor, at any point: a draw is one of `POINTS` points of a lattice through the previous
+point, with random spacing and a random position of that point among them, chosen in proportion to their densities. The
+lattice is equally probable from any of its points, so the density stays invariant (Tjelmeland, "Using all
 Metropolis–Hastings proposals to estimate mean values", NTNU Statistics 4/2004; Neal, "MCMC using ensembles of states
 for problems with fast and slow variables", technical report 1101, Toronto 2011). The lattice is even in y of x = m + s
-sinh(y): fine about the middle m, where given all else x = log τ² mostly is, and wide at a distance.
+sinh(y): fine about the middle m, where x = log τ² mostly is given all else, and wide at a distance.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fedtorch.programs import gibbs_server
 from fedtorch.programs.gibbs_server import POINTS
 
 FINEST = 0.2  # spacing of y, up to twice that; POINTS of them span 300 to 100 000 s
-BOUND = 69.0  # of |log τ²|, which the prior passes with a probability of 6e-16
+BOUND = 69.0  # of |log τ²|, which the prior exceeds with a probability of 6e-16
 
 
 class Components(NamedTuple):
-    """Normal densities of mean zero that a prior of θ_j is a mixture of."""
+    """Normal densities with mean zero whose mixture is a prior of θ_j."""
 
-    share: Tensor  # (k, C, p), or what broadcasts to it
-    precision: Tensor  # (k, C, p) likewise; of one component also zero, where θ_j is anywhere
+    share: Tensor  # (k, C, p), or broadcastable to it
+    precision: Tensor  # (k, C, p) likewise; with one component also zero, for a flat θ_j
 
 
 class ScaleStatistics(NamedTuple):
@@ -51,7 +51,7 @@ class ScaleStatistics(NamedTuple):
 
 
 def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tensor:
-    """Return log densities of estimates of given variances, `(..., C, p)`, θ integrated out, up to a constant.
+    """Return log densities of estimates with given variances, `(..., C, p)`, θ integrated out, up to a constant.
 
     >>> standard = Components(torch.ones(1, 1, 1).double(), torch.ones(1, 1, 1).double())
     >>> at_two, variances = torch.tensor([[2.0]]).double(), torch.tensor([[[0.0]], [[3.0]]]).double()
@@ -67,7 +67,7 @@ def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tens
 
 
 def draw(sums: ScaleStatistics, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
-    """Return 1/τ² `(C, p)` after one that was `precision`, with keys `(C,)`."""
+    """Draw 1/τ² `(C, p)` given the previous value `precision`, with keys `(C,)`."""
     clients, weight, estimate, scatter = sums
     if (drawn := gibbs_server.scales((*sums, precision, *components), keys, (FINEST, BOUND))) is not None:
         return drawn
@@ -86,7 +86,7 @@ def draw(sums: ScaleStatistics, precision: Tensor, components: Components, keys:
 
 
 def on_lattice(density: Callable[[Tensor], Tensor], x: Tensor, middle: Tensor, width: Tensor, keys: Tensor) -> Tensor:
-    """Return the next draws of numbers of a given density, each for itself.
+    """Draw the next numbers from given densities, independently.
 
     Args:
         density: `(POINTS, C, p)` -> log densities up to a constant.

@@ -3,15 +3,15 @@ r"""Acyclic directed graphs of several sites with Laplace errors, whose posterio
 .. math:: Y_{kij} = Y_{ki,Pa(j)}' \theta_{kj} + E_{kij},\quad E_{kij} \sim \text{Laplace}(0, b_{kj}),\quad
     \theta_{kjh} \sim N(\theta_{jh}, \tau_j^2),\quad \theta_{jh} \sim N(0, \eta)
 
-for one acyclic graph of all sites. Its density is a product over variables j, so that all that the sites need to say of
-a graph is the evidence of each variable's causes Pa(j), of which there are few: at most `parents`. With 1/b_kj ~
-Gamma(1, 1) integrated out, a site's likelihood of its θ_kj is :math:`(1 + \sum_i |e_{ij}|)^{-(n_k + 1)}`. `evidence`
-takes it for the normal function with the same integral, mean and covariance under θ_kj ~ N(0, τ² + η), by Gauss-Hermite
-quadrature: the evidence of three sites of 30 rows is within 0.3 nats of the exact one. With θ_kj integrated out it is
-a normal function of θ_j, for a few values of τ, so that only sums over the sites are needed, once (`joined`).
+for one acyclic graph of all sites. Its density is a product over variables j, so a site only has to send the evidence
+of each variable's sets of causes Pa(j), which are small: at most `parents`. With 1/b_kj ~ Gamma(1, 1) integrated out, a
+site's likelihood of its θ_kj is :math:`(1 + \sum_i |e_{ij}|)^{-(n_k + 1)}`. `evidence` replaces it by the normal
+function with the same integral, mean and covariance under θ_kj ~ N(0, τ² + η), by Gauss-Hermite quadrature: the
+evidence of three sites of 30 rows is within 0.3 nats of the exact one. With θ_kj integrated out it is a normal function
+of θ_j, for a few values of τ, so only sums over the sites are needed, once (`joined`).
 
-Given the evidence every probability is a sum over the 2^p sets of variables that may come before another one (Koivisto
-and Sood, "Exact Bayesian structure discovery in Bayesian networks", JMLR 5, 2004), for the prior
+Given the evidence every probability is a sum over the 2^p sets of variables that may precede another one (Koivisto and
+Sood, "Exact Bayesian structure discovery in Bayesian networks", JMLR 5, 2004), for the prior
 
 .. math:: p(G) \propto \#\{\text{orders of the variables that agree with } G\} \prod_j \binom{p - 1}{|Pa(j)|}^{-1}
 
@@ -34,9 +34,9 @@ from fedtorch.learns import Learns, tells
 from fedtorch.models.gibbs import graphical
 from fedtorch.models.quadrature import gauss_hermite
 
-MOST = 20  # variables, of whose sets there are 2^p
-_POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its place, then for good
-_STEPS = 4  # from no effects to the place where the quadrature begins
+MOST = 20  # variables, with 2^p subsets
+_POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its place, then for the result
+_STEPS = 4  # from no effects to the start of the quadrature
 _NUMBERS = 400_000  # residuals that are computed side by side
 
 
@@ -50,7 +50,7 @@ class Messages(NamedTuple):
 
 
 class Graphs(NamedTuple):
-    """The posterior distribution of acyclic graphs; what is computed of it is on the CPU."""
+    """The posterior distribution of acyclic graphs; its computations are on the CPU."""
 
     score: Tensor  # (p, S) log prior and evidence of each set of causes
     effect: Tensor  # (p, S, d) the causes' mean effects θ_j
@@ -111,14 +111,14 @@ class Graphs(NamedTuple):
         return before, last
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Return the sums of values `(p, S, d)` of causes as `(p, p)`."""
+        """Add the values `(p, S, d)` of causes into `(p, p)`."""
         p, _, d = values.shape
         sets, used = causes(p, d)
         return values.new_zeros(p, p).scatter_add(1, sets.flatten(1), torch.where(used, values, 0.0).flatten(1))
 
 
 def causes(p: int, parents: int) -> tuple[Tensor, Tensor]:
-    """Return the sets of at most so many causes of each variable, `(p, S, parents)`, and which places are in use.
+    """Return the sets of up to `parents` causes of each variable, `(p, S, parents)`, and which entries are used.
 
     >>> causes(3, 1)[0][2].tolist(), causes(3, 1)[1][2].tolist()  # of the last: none, 0 or 1
     ([[0], [0], [1]], [[False], [True], [True]])
@@ -131,7 +131,7 @@ def causes(p: int, parents: int) -> tuple[Tensor, Tensor]:
 
 
 def evidence(y: Tensor, parents: int, spreads: Sequence[float], variance: float) -> Messages:
-    """Return what one site says of its rows `(n, p)`; NaN of a variable that is an exact function of others."""
+    """Return one site's evidence from its rows `(n, p)`; NaN for a variable that is an exact function of others."""
     wide = max(spreads) ** 2 + variance
     sets, used = (each.to(y.device) for each in causes(y.shape[1], parents))
     functions: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -177,7 +177,7 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     n, d = x.shape[1:]
     unit = torch.eye(d, dtype=torch.float64, device=x.device)
     mean = x.new_zeros(len(x), d)
-    for _ in range(_STEPS):  # least squares, for the spread of what the causes leave: nodes on that of y would miss it
+    for _ in range(_STEPS):  # least squares, for the spread of the residual: nodes by the spread of y would miss it
         scale = (1 + (y - (x @ mean[..., None])[..., 0]).abs().sum(1)) / (n + 1)
         information = x.mT @ x / scale[:, None, None] ** 2 + unit / wide
         mean = torch.linalg.solve(information, x.mT @ y / scale[:, None] ** 2)
@@ -205,7 +205,7 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """Return Cholesky factors `(M, d, d)`, NaN where there is none."""
+    """Return Cholesky factors `(M, d, d)`, NaN if they do not exist."""
     factor, failed = torch.linalg.cholesky_ex(covariance)
     return torch.where((failed > 0)[:, None, None], torch.nan, factor)
 
@@ -222,7 +222,7 @@ def _completions(last: Tensor) -> Tensor:
 
 
 def _levels(p: int) -> list[Tensor]:
-    """Return the subsets of p variables, as numbers, by how many variables they have."""
+    """Return the subsets of p variables, as bit masks, by their size."""
     subsets = torch.arange(1 << p)
     size = (subsets[:, None] >> torch.arange(p) & 1).sum(1)
     return [(size == count).nonzero()[:, 0] for count in range(p + 1)]
@@ -239,7 +239,7 @@ def _over_bits(values: Tensor, from_larger: bool = False) -> Tensor:
 
 
 def _codes(p: int, parents: int) -> Tensor:
-    """Return the sets of causes as numbers, `(p, S)`."""
+    """Return the sets of causes as bit masks, `(p, S)`."""
     sets, used = causes(p, parents)
     return torch.where(used, 1 << sets, 0).sum(-1)
 

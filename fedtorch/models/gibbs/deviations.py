@@ -2,9 +2,9 @@ r"""Priors of the clients' deviations from the global parameter, as scale mixtur
 
 .. math:: \theta_{kj} \mid \theta_j \sim N(\theta_j, \lambda_{kj}^2 \tau_j^2)
 
-A prior says how λ is distributed and how w = 1/λ² is drawn given the deviation δ = θ_kj − θ_j and τ. Everything random
-in that draw has a fixed law, so the numbers for many sweeps are drawn in one block beforehand and a sweep is arithmetic
-on them: only additions, multiplications, divisions and roots, which round alike in every place.
+A prior defines the distribution of λ, and the draw of w = 1/λ² given the deviation δ = θ_kj − θ_j and τ. All random
+numbers in that draw have fixed distributions, so those of many sweeps are drawn in one block beforehand and a sweep is
+arithmetic on them: only additions, multiplications, divisions and roots, which round alike everywhere.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 
 __all__ = ["Deviation", "horseshoe", "laplace", "normal"]
+__dir__ = only(__all__)
 
 Noise = tuple[Tensor, ...]
 
@@ -30,12 +32,12 @@ class Deviation:
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.
         update: (w, auxiliary u, δ²/(2τ²), one sweep's random numbers) -> (w, u), all of one shape.
-        prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None where
-            nobody says it.
+        prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None if
+            undefined.
         half_cauchy: whether p(w, u) ∝ w^{−1/2} e^{−u (1 + w)}, as of the horseshoe: τ then moves with the λ of all
             sites, too, and chains mix faster.
 
-    A prior of your own, of which λ² ~ IG(2, 2), so that deviations are Student's t of four degrees of freedom:
+    A user-defined prior with λ² ~ IG(2, 2), so that deviations are Student's t with four degrees of freedom:
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models.gibbs import sparse
@@ -56,7 +58,7 @@ class Deviation:
 
 
 def horseshoe() -> Deviation:
-    r"""Return the prior with λ half-Cauchy, which pulls small deviations to zero and leaves large ones alone.
+    r"""Build the prior with λ half-Cauchy, which shrinks small deviations to zero and hardly affects large ones.
 
     With λ² ~ IG(½, 1/ν), ν ~ IG(½, 1) the conditionals are (Makalic and Schmidt, "A simple sampler for the horseshoe
     estimator", IEEE Signal Processing Letters 23, 2016)
@@ -110,7 +112,7 @@ def laplace() -> Deviation:
 
     def update(w: Tensor, u: Tensor, energy: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         square, uniform = noise
-        mean = (2 * energy).clamp_min(1e-30).rsqrt()  # a mean of 1e15 or more is as good as infinite
+        mean = (2 * energy).clamp_min(1e-30).rsqrt()  # a mean of 1e15 or more counts as infinite
         scaled = mean * square
         smaller = mean * (2 / (2 + scaled + (scaled * (scaled + 4)).sqrt()))
         return torch.where(uniform * (mean + smaller) <= mean, smaller, mean * (mean / smaller)), u

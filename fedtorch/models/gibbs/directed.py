@@ -4,25 +4,25 @@ r"""Directed graphical models of several sites, with feedback loops: linear stru
     \theta_{kjh} \sim N(\theta_{jh}, \lambda_{kjh}^2 \tau_{jh}^2),\quad 1/b_{kj} \sim \text{Gamma}(a_\sigma, b_\sigma)
 
 where θ_kjh is the direct effect of h on j, θ_kjj = 0, and the graph may have cycles. Every θ_k has a spectral radius
-below one, so that feedback dies away; the prior is the hierarchy of `sparse` restricted to such θ_k,
-which leaves all its other conditionals as they are. Errors that are not normal tell causes from effects. With
-e = (I − θ_k) y the density of a site's rows is
+below one, so that feedback decays; the prior is the hierarchy of `sparse` restricted to such θ_k, which leaves all its
+other conditionals unchanged. Errors that are not normal distinguish causes from effects. With e = (I − θ_k) y the
+density of a site's rows is
 
 .. math:: |\det(I - \theta_k)|^{n_k} \prod_i \prod_j \frac{1}{2 b_{kj}} e^{-|e_{ij}| / b_{kj}}.
 
-`regression()` is the clients' half of a Gibbs sampler; the server's is `sparse.hierarchy()` on the
-p · (p − 1) effects, cause by cause within each row j. A sweep takes one row of θ_k after another by a Metropolis step:
+`regression()` is the clients' half of a Gibbs sampler; the server's is `sparse.hierarchy()` on the p · (p − 1) effects,
+cause by cause within each row j. A sweep updates one row of θ_k after another by a Metropolis step:
 
-- the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s has a law of its own;
-  the Fisher information of a Laplace location is 1/b², so that the step fits what is known of the row
+- the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s is random; the Fisher
+  information of a Laplace location is 1/b², so that the step fits the uncertainty of the row
 - with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
 - the residuals of the row change by Y δ.
 
-Such steps hardly leave a site's local mode, in which two rows share what belongs to one of them, so between them pairs
-of rows j, l are turned, as in independent component analysis. The rows u_j = (e_j − θ_j) / b_j of the whitening matrix
-go to (cos φ u_j − sin φ u_l, sin φ u_j + cos φ u_l), with signs for which both diagonal elements are positive and φ
-uniform; a sweep turns every other row with one drawn at random. That keeps the determinant and the volume of u; in
-terms of (θ_j, 1/b_j), u_j has the volume b_j^{-(p − 1)}.
+Such steps hardly leave a site's local mode, in which two rows share the effects of one of them, so pairs of rows j, l
+are also rotated, as in independent component analysis. The rows u_j = (e_j − θ_j) / b_j of the whitening matrix go to
+(cos φ u_j − sin φ u_l, sin φ u_j + cos φ u_l), with signs for which both diagonal elements are positive and φ uniform;
+a sweep turns every other row with one drawn at random. That keeps the determinant and the volume of u; in terms of
+(θ_j, 1/b_j), u_j has the volume b_j^{-(p − 1)}.
 
 λ is drawn as in the sparse regression and 1/b_kj ~ Gamma(a_σ + n_k, b_σ + Σ_i |e_ij|).
 
@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import graphical
 from fedtorch.models.gibbs._gaussian_conditional import Fold, elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
@@ -48,7 +49,8 @@ from fedtorch.models.gibbs.sparse import MOST_PRECISE, GlobalVariables
 from fedtorch.models.rows import client_by_client
 
 __all__ = ["regression"]
-_ROWS = 32  # rows that are added side by side
+__dir__ = only(__all__)
+_ROWS = 32  # rows that are added together
 
 
 class DirectedSite(NamedTuple):
@@ -199,7 +201,7 @@ def _front(values: Tensor) -> Tensor:
 
 
 class RowPrior(NamedTuple):
-    """The prior of the rows of θ and of 1/b, as a turn needs it."""
+    """The prior of the rows of θ and of 1/b, for a rotation."""
 
     centre: Tensor  # (p, p, K, C) of θ
     precision: Tensor  # (p, p, K, C)
@@ -225,7 +227,7 @@ def _stable(matrices: Tensor) -> Tensor:
 
 
 class Walk:
-    """The state of the walk: the sites' effects θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
+    """State of a sweep: the sites' effects θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
 
     Sums are added in one order and padding adds zeros at the end, so a site's numbers are the same bits in any block.
     """
@@ -252,7 +254,7 @@ class Walk:
         self.absolute = torch.stack([self._absolute(error) for error in self.errors])
 
     def refresh(self) -> None:
-        """Make M anew, so that the errors of its updates do not add up."""
+        """Recompute M, so that the errors of its updates do not add up."""
         clients, chains = self.accepted.shape
         matrices = (torch.eye(self.p, dtype=self.theta.dtype, device=self.theta.device) - self._square()).flatten(0, 1)
         inverses = [torch.linalg.inv(matrix.clone()) for matrix in matrices]  # each aligned alike
@@ -284,7 +286,7 @@ class Walk:
         self.accepted += taken
 
     def turn(self, j: int, uniforms: Tensor, noise: Tensor, prior: RowPrior) -> Tensor:
-        """Propose to turn row j with another one, and return 1/b `(p, K, C)` after it; M is left as it was."""
+        """Propose a rotation of row j with another one, and return 1/b `(p, K, C)` after it; M is not updated."""
         other = (j + 1 + (uniforms[0] * (self.p - 1)).long()) % self.p
         pair = _Pair(torch.stack([torch.full_like(other, j), other]))
         theta, before = pair.rows(self.theta), pair.rows(noise)
@@ -297,7 +299,7 @@ class Walk:
         return pair.replaced(noise, turned.noise, taken)
 
     def _turned(self, pair: _Pair, angle: Tensor, theta: Tensor, noise: Tensor) -> _Turned:
-        """Return a pair of rows of the whitening matrix, turned by an angle, as rows of θ."""
+        """Return a pair of rows of the whitening matrix, rotated by an angle, as rows of θ."""
         unit = pair.rows(self.unit.expand_as(self.theta))
         whitened = _rotated((unit - theta) * noise[:, None], angle)
         diagonal = whitened.gather(1, pair.numbers[:, None])
@@ -314,7 +316,7 @@ class Walk:
         return sum((*gain, *pull.flatten(0, 1)))
 
     def _stable_with(self, wanted: Tensor, pair: _Pair, theta: Tensor) -> Tensor:
-        """Return where, of the sites `(K, C)` that are wanted, θ with these rows `(2, p, K, C)` is stable."""
+        """Return at which requested sites `(K, C)` θ with these rows `(2, p, K, C)` is stable."""
         where = wanted.nonzero(as_tuple=True)
         matrices = self._square()[where].contiguous()
         places = pair.numbers[:, where[0], where[1]].mT[..., None].expand(-1, -1, self.p)
@@ -369,7 +371,7 @@ class _Pair(NamedTuple):
 
 
 class _Turned(NamedTuple):
-    """A pair of rows after a turn."""
+    """A pair of rows after a rotation."""
 
     theta: Tensor  # (2, p, K, C)
     noise: Tensor  # (2, K, C) 1/b

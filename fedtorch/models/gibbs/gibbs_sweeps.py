@@ -8,14 +8,14 @@ For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of s
     s = g / (b + \tfrac12 \mathrm{RSS}),
 
 with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2. Programs, in Triton for a CUDA device
-and by numba for the CPU, draw them from the keys, the numbers of `fedtorch.random`, and keep the matrices of a problem
-in registers or in a core's cache, so that a sweep touches no memory.
+and by numba for the CPU, draw them from the keys, as `fedtorch.random` does, and keep the matrices of a problem in
+registers or in a core's cache, so that a sweep does not access memory.
 
 Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 2023, section 2.2; Makalic and Schmidt,
 "A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
 operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`.
 
-Not differentiable. Programs know float64; Triton's up to 16 coefficients.
+Not differentiable. Programs support float64; Triton's up to 16 coefficients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedtorch.programs import choice, gibbs_sweeps as compiled
 from fedtorch.programs.launch import launch, power_of_two
 from fedtorch.random import philox
 
-MOST = 16  # coefficients that Triton's program knows
+MOST = 16  # most coefficients of Triton's program
 _TRITON = "fedtorch.programs.triton.gibbs_sweeps"
 _SIZE = 256  # numbers of a program's matrices
 
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class SweepPrior(NamedTuple):
-    """The global variables as the chains receive them, float64."""
+    """The global variables in the chains' inbox, float64."""
 
     centre: Tensor  # (K, C, p) θ
     precision: Tensor  # (K, C, p) 1/τ²
@@ -76,7 +76,7 @@ def gibbs_sweeps(rows: Rows, prior: SweepPrior, chains: Chains, keys: Tensor, sw
     Args:
         rows: of K clients.
         prior: by C chains each.
-        chains: where they are; deviations are drawn first, so theirs are not looked at.
+        chains: their present state; deviations are drawn first, so their old values are not used.
         keys: `(K, C)`.
         sweeps: L, at least 1.
     """

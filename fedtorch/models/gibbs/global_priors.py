@@ -1,8 +1,8 @@
 r"""Sparse priors of a global parameter θ `(p,)` whose data are an estimate θ̂_j with precision h_j per coefficient.
 
 In a hierarchy the sites' parameters are the data: θ̂_j = Σ_k θ_kj/λ_kj² / Σ_k 1/λ_kj² and h_j = Σ_k 1/(λ_kj² τ_j²).
-Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once, `(C,
-p)`.
+Each prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once,
+`(C, p)`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _scales as scales
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.programs import gibbs_server
 from fedtorch.tree import Tree
 
 __all__ = ["bayesian_lasso", "gaussian", "regularised_horseshoe", "spike_and_slab"]
+__dir__ = only(__all__)
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,11 @@ class GlobalPrior:
     Attributes:
         init: start of θ, `(C, p)` -> its variables, `(C, ...)`.
         update: (variables, θ̂ `(C, p)`, its precision h `(C, p)`, keys `(C,)`) -> (θ `(C, p)`, variables).
-        precision: variables -> the precisions of θ given them, `(C, p)` or a number; it is normal of mean zero then.
-        normals: variables -> (shares, precisions) `(k, C, p)` of the k normal densities of mean zero that θ is of, with
-            whatever `update` draws before it looks at its value integrated out; default: one, given all variables.
+        precision: variables -> the precisions of θ given them, `(C, p)` or a number; θ is then normal with mean zero.
+        normals: variables -> (shares, precisions) `(k, C, p)` of the k normal densities of mean zero whose mixture is
+            θ's prior, with the variables that `update` redraws first integrated out; default: one, given all variables.
 
-    A prior of your own, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
+    A user-defined prior, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models.gibbs import sparse
@@ -55,11 +57,11 @@ class GlobalPrior:
     normals: Callable[[Tree], tuple[Tensor, Tensor]] | None = None
 
     def evidence(self, variables: Tree, estimate: Tensor, variance: Tensor) -> Tensor:
-        """Return log densities of estimates of given variances, `(..., C, p)`, θ integrated out, up to a constant."""
+        """Return log densities of estimates with given variances, `(..., C, p)`, θ integrated out, up to a constant."""
         return scales.evidence(self.components(variables), estimate, variance)
 
     def components(self, variables: Tree) -> scales.Components:
-        """Return the normal densities that θ is of, for `_scales`."""
+        """Return the normal densities whose mixture is θ's prior, for `_scales`."""
         if self.normals is None:
             precision = self.precision(variables)[None]
             return scales.Components(torch.ones_like(precision), precision)
@@ -80,7 +82,7 @@ class SpikeAndSlab(NamedTuple):
     """
 
     included: Tensor  # (C, p) γ, 0 or 1
-    variance: Tensor  # (C, p) η, or (C, 1) where it is shared
+    variance: Tensor  # (C, p) η, or (C, 1) if shared
     inclusion: Tensor  # (C,) ρ
 
 
@@ -112,20 +114,20 @@ def spike_and_slab(
     shared_variance: bool = False,
     groups: Sequence[int] | Tensor | None = None,
 ) -> GlobalPrior:
-    r"""Return coefficients that matter and coefficients that are nearly zero.
+    r"""Build the spike-and-slab prior: coefficients are either effects or nearly zero.
 
     .. math::
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
         \rho \sim \text{Beta}(a_\rho, b_\rho),\quad \eta_j \sim IG(a_\eta, b_\eta)
 
     γ_j is drawn twice: given ρ with θ integrated out (of groups: one after another with ρ integrated out), for
-    coefficients of which the data say little; then, after θ, one after another with η and ρ integrated out, for those
-    that the data tell, whose η would hold γ where it is: θ_j is then Student's t of 2 a_η degrees of freedom.
-    Then η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws
-    γ_j given θ_j, η and ρ, and mixes far worse.)
+    coefficients about which the data have little information; then, after θ, one after another with η and ρ integrated
+    out, for well-determined ones, whose η would fix γ: θ_j is then Student's t with 2 a_η degrees of freedom. Then η_j
+    ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws γ_j given
+    θ_j, η and ρ, and mixes far worse.)
 
     Args:
-        spike: c₀, the variance of what counts as zero, relative to that of an effect.
+        spike: c₀, the variance of coefficients that count as zero, relative to that of an effect.
         variance: (a_η, b_η).
         inclusion: (a_ρ, b_ρ).
         shared_variance: one η for all coefficients, IG(a_η + p/2, b_η + ½ Σ_j θ_j²/c₀^{1−γ_j}), as in the source's
@@ -324,7 +326,7 @@ def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float
         included: γ before, `(C, G)`.
         evidence: the log ratios of slab to spike, `(C, G)`.
         uniform: random numbers, `(C, G)`.
-        a, b: of ρ.
+        a, b: parameters of ρ's prior.
 
     >>> import torch
     >>> flip(torch.zeros(1, 2), torch.tensor([[9.0, -9.0]]), torch.full((1, 2), 0.5), a=1.0, b=1.0)

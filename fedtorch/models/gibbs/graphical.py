@@ -5,13 +5,13 @@ For variables :math:`Y_{ki} \sim N(0, \Omega_k^{-1})`, `(p,)`, the conditional d
 .. math:: Y_{kij} = Y_{ki,-j}' \theta_{kj} + \epsilon_{kij},\quad \theta_{kj} = -\Omega_{k,-j,j} / \omega_{kjj},\quad
     \epsilon_{kij} \sim N(0, \omega_{kjj}^{-1}),
 
-so that j and h are not neighbours in the network when θ_kjh = 0. The p regressions of all sites, each with the
-hierarchy of `sparse`, run side by side: the response is a batch axis after the chains, variables are
-`(K, C, p, ...)` and global ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular
-factor; each regression reads its part of them.
+so that j and h are not neighbours in the network if θ_kjh = 0. The p regressions of all sites, each with the hierarchy
+of `sparse`, run side by side: the response is a batch axis after the chains, variables are `(K, C, p, ...)` and global
+ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular factor; each regression reads
+its part of them.
 
-What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric:
-`edges`, those found at a given false discovery rate, takes the larger or the smaller of an edge's two probabilities.
+The result is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric: `edges`,
+at a given false discovery rate, uses the larger or the smaller of an edge's two probabilities.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.3; Meinshausen and
 Bühlmann, "High-dimensional graphs and variable selection with the lasso", Annals of Statistics 34, 2006.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._lazy import only
 from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design, least_norm
@@ -38,6 +39,7 @@ from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
 __all__ = ["edges", "every_response", "neighbourhoods", "square", "start"]
+__dir__ = only(__all__)
 
 
 class _Fields(NamedTuple):
@@ -74,9 +76,9 @@ def neighbourhoods(
     Args:
         deviation: the prior of the coefficients' deviations from the global ones; default `horseshoe()`.
         noise_shape: a_σ.
-        intercept: whether every site has means of its own under a flat prior, which are integrated out.
+        intercept: whether every site has its own means under a flat prior, which are integrated out.
         names: the variables' names, for messages.
-        interweave: up to how many coefficients each regression interweaves, see `sparse.regression`; for p variables it
+        interweave: most coefficients for which each regression interweaves, see `sparse.regression`; for p variables it
             costs p (p − 1) (p + 2) / 2 numbers more.
 
     Raises:
@@ -121,7 +123,7 @@ def neighbourhoods(
 
 
 def every_response(shared: GlobalKernel) -> GlobalKernel:
-    """Return the server's half: a hierarchy of its own for the regression of each variable, all in one batch.
+    """Build the server's half: a separate hierarchy for the regression of each variable, all in one batch.
 
     Args:
         shared: of one regression, such as `fedtorch.models.gibbs.sparse.hierarchy()`.
@@ -141,8 +143,8 @@ def every_response(shared: GlobalKernel) -> GlobalKernel:
 def square(values: Tensor) -> Tensor:
     """Return coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
 
-    A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
-    bring batches into the first form by `by_response`.
+    A batch of the second form may have a shape of the first, as seven draws of six coefficients do, and is then
+    misread: convert batches to the first form by `by_response`.
     """
     if values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1:
         values = by_response(values)
@@ -155,7 +157,7 @@ def by_response(values: Tensor) -> Tensor:
     """Return coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
 
     Raises:
-        ValueError: there is no such p.
+        ValueError: no p fits the shape.
 
     >>> import torch
     >>> by_response(torch.arange(6))
@@ -165,14 +167,15 @@ def by_response(values: Tensor) -> Tensor:
 
 
 def edges(inclusion: Tensor, fdr: float = 0.05, rule: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-    """Return the edges to report: of them an expected share of at most `fdr` are none (`device_posterior.discoveries`).
+    """Return the edges to report, with an expected share of false ones of at most `fdr`
+    (`device_posterior.discoveries`).
 
     Args:
         inclusion: probabilities `(p, p)`; the diagonal is not read.
         fdr: the false discovery rate, between 0 and 1.
-        rule: how the two probabilities of an undirected edge become one: `torch.maximum`, the "or" rule, by which it is
-            one if either regression includes it, or `torch.minimum`, "and"; None for the arrows of a directed graph, or
-            the covariates of each regression.
+        rule: combines the two probabilities of an undirected edge: `torch.maximum`, the "or" rule, by which it is an
+            edge if either regression includes it, or `torch.minimum`, "and"; None for the arrows of a directed graph,
+            or the covariates of each regression.
 
     Returns:
         bool, `(p, p)`; symmetric with a rule.
@@ -212,7 +215,7 @@ def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = No
 
 
 def designs(data: _Fields) -> Design:
-    """Return the regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
+    """Return the regressions of K clients on p − 1 of their variables as those of K · p clients.
 
     Args:
         data: as `neighbourhoods(...)` prepares it.
@@ -250,7 +253,7 @@ def variables(coefficients: int) -> int:
     """Return p of p · (p − 1) coefficients.
 
     Raises:
-        ValueError: there is no such p.
+        ValueError: no p fits the shape.
     """
     p = (1 + math.isqrt(1 + 4 * coefficients)) // 2
     if p < 2 or p * (p - 1) != coefficients:
@@ -287,7 +290,7 @@ def _split(values: Tree, chains: int) -> Tree:
 
 
 def _to_clients(values: Tree) -> Tree:
-    """Return `(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
+    """Reshape `(K, C, p, ...)` to `(K · p, C, ...)`: the regressions' program sees clients."""
     return tree.map(lambda leaf: leaf.transpose(1, 2).flatten(0, 1), values)
 
 

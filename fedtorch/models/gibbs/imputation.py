@@ -1,10 +1,10 @@
 r"""Missing covariates, filled in from the mean and covariance of all sites together.
 
-Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
-altogether. `fedtorch.federation.algorithms.normal_em` finds its mean and covariance. Then every site fills its
-gaps: `impute` once, by conditional means or, for multiple imputation, by conditional draws; `imputing` in every round
-of a Gibbs sampler, so that what the regression learns of a covariate's effect helps to fill it in: the second of the
-future directions that Kidd et al. (2023, section 4) name.
+Rows are draws of one normal distribution, with values missing at random: some sites may lack a covariate altogether.
+`fedtorch.federation.algorithms.normal_em` estimates its mean and covariance. Then every site fills its gaps: `impute`
+once, by conditional means or, for multiple imputation, by conditional draws; `imputing` in every round of a Gibbs
+sampler, so that the regression's estimate of a covariate's effect helps to fill it in: the second of the future
+directions that Kidd et al. (2023, section 4) name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
+from fedtorch._lazy import only
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.frames.incomplete import Incomplete, incomplete_cells
 from fedtorch.models.gibbs import sparse
@@ -25,13 +26,14 @@ from fedtorch.models.incomplete_normal import Normal as Normal, check_columns, c
 from fedtorch.models.rows import refuse
 
 __all__ = ["Normal", "imputing", "incomplete"]
+__dir__ = only(__all__)
 
 
 def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:
     """Return federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
 
     Raises:
-        ValueError: no sites, rows of another form, a row in which nothing is observed, or infinite numbers.
+        ValueError: no sites, rows of another form, a row without any observed value, or infinite numbers.
     """
     shapes = [(tuple(x.shape), tuple(y.shape)) for x, y in clients]
     if not shapes or any(len(x) != 2 or y != x[:1] for x, y in shapes):
@@ -47,8 +49,8 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
     """Return the data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
 
     Args:
-        data: of `incomplete`.
-        normal: of `normal_em`.
+        data: from `incomplete`.
+        normal: from `normal_em`.
         key: for draws from the conditional distribution; default: its mean. Several keys give the data sets of a
             multiple imputation, whose posteriors are mixed; means alone make intervals too short.
     """
@@ -77,16 +79,16 @@ class _Gaps(NamedTuple):
 def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     r"""Return the clients' half with the missing covariates among its variables. Run it on `incomplete(...)` data.
 
-    Every round begins with a draw of a row's missing covariates from their conditional distribution, whose precision is
+    Every round starts with a draw of a row's missing covariates from their conditional distribution, whose precision is
     :math:`(\Sigma^{-1})_{mm} + \theta_{k,m} \theta_{k,m}' / \sigma_k^2`, for rows of N(μ, Σ) at known μ and Σ.
 
     Args:
         regression: `sparse.regression(...)` without intercepts; centre the columns instead.
-        normal: of `normal_em`; its response is not read.
+        normal: from `normal_em`; its response is not used.
 
     Raises:
         BadClients: a response is missing (when a population is bound).
-        ValueError: another kernel, or one with intercepts, of which the draws of the covariates would not know.
+        ValueError: another kernel, or one with intercepts, which the draws of the covariates would ignore.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -120,7 +122,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
             for c in range(chains):
                 x[k * chains + c, :n] = _draw(gaps, *prior, theta[k, c], site.noise[k, c], for_gaps[k, c])
         rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
-        # Each chain has rows of its own, so what runs the regressions takes chains for clients.
+        # Each chain has its own completed rows, so the regressions' program sees chains as clients.
         each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (received, site, for_sweeps))
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
@@ -130,7 +132,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:
-    """Refuse what is no linear regression through the origin, as its preparation of a client of one row shows."""
+    """Refuse a kernel that is not a linear regression through the origin, by its preparation of a client of one row."""
     nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
     design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
     if not isinstance(design, Design) or not torch.equal(design.degrees, design.statistics.count):
@@ -158,7 +160,7 @@ def _draw(gaps: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Te
     some = (~seen).any(1)
     open = (~seen[some]).to(x.dtype)
     known = x[some]
-    # In the whole matrix, whose rows and columns of what is seen are those of the identity.
+    # In the whole matrix, with the identity in rows and columns of observed variables.
     joint = precision + noise * theta[:, None] * theta
     system = joint * (open[:, :, None] * open[:, None, :]) + torch.diag_embed(1 - open)
     shift = precision @ mean + noise * y[some, None] * theta - known @ joint
@@ -169,6 +171,6 @@ def _draw(gaps: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Te
 
 
 def _root(spread: Tensor) -> Tensor:
-    """Return a square root of covariances that are zero for what was observed."""
+    """Return a square root of covariances that are zero for observed variables."""
     values, vectors = torch.linalg.eigh(spread)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

@@ -1,14 +1,14 @@
 """The two halves of a hierarchical model's Gibbs sampler, as values of pure functions.
 
-A hierarchical model has variables of its own for each client, which meet the others only through global variables that
-are sampled from sums over the clients. A `LocalKernel` leaves p(client's variables | global variables, its data)
-invariant, a `GlobalKernel` p(global variables | sums over the clients). `fedtorch.federation.algorithms.gibbs` runs
-any pair of them over a federation; stacked in one process they are an ordinary sampler.
+A hierarchical model has variables of its own for each client, which depend on the others only through global variables
+that are sampled from sums over the clients. A `LocalKernel` leaves p(client's variables | global variables, its data)
+invariant, a `GlobalKernel` p(global variables | sums over the clients). `fedtorch.federation.algorithms.gibbs` runs any
+pair of them over a federation; stacked in one process they are an ordinary sampler.
 
 Several chains are a batch dimension after the clients: a client's variables are `(K, C, ...)`, global ones `(C, ...)`,
-and keys `(K, C)` and `(C,)`, so that a chain draws the same numbers whatever runs beside it. All numbers are float64.
+and keys `(K, C)` and `(C,)`, so that a chain's draws do not depend on the chains beside it. All numbers are float64.
 
-A sampler of your own, of levels y_ki ~ N(θ_k, 1) around a mean, θ_k ~ N(θ, 1), under a flat prior of θ:
+A user-defined sampler, of levels y_ki ~ N(θ_k, 1) around a mean, θ_k ~ N(θ, 1), under a flat prior of θ:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch import exact
@@ -46,7 +46,7 @@ Sums = dict[str, tuple[Tensor, ...]]
 
 
 class Newcomer(NamedTuple):
-    """Normal densities of the coefficients of a client without rows, one for each draw of the others."""
+    """Normal densities of the coefficients of a client without rows, one for each draw of the global variables."""
 
     mean: Tensor  # (S, d)
     variance: Tensor  # (S, d)
@@ -60,14 +60,14 @@ class LocalKernel:
     Attributes:
         init: start of the global parameter, `(C, p)` -> one client's variables `(C, ...)`.
         prepare: data -> data, once per block: checks, Gram matrices.
-        sweep: (global variables heard `(K, C, ...)`, variables `(K, C, ...)`, data, keys `(K, C)`, sweeps) ->
-            variables after so many sweeps.
-        report: variables -> what enters the sums over the clients, by name: float64 numbers `(K, C, ...)` below
-            2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
-        family: of a response given its predictor, intercept + x'theta of the variables, for predictions; None where
-            the variables do not say it.
-        newcomer: (draws of the global variables by name `(S, ...)`, a key) -> what they say of a client without rows,
-            its intercept first; None where nothing is known of one.
+        sweep: (global variables received `(K, C, ...)`, variables `(K, C, ...)`, data, keys `(K, C)`, sweeps) ->
+            variables after this many sweeps.
+        report: variables -> terms of the sums over the clients, by name: float64 numbers `(K, C, ...)` below 2¹⁴⁸;
+            several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
+        family: of a response given its predictor, intercept + x'theta of the variables, for predictions; None if the
+            variables do not define it.
+        newcomer: (draws of the global variables by name `(S, ...)`, a key) -> coefficients of a client without rows,
+            its intercept first; None if undefined.
     """
 
     init: Callable[[Tensor], Tree]
@@ -98,7 +98,7 @@ def check_start(coefficients: int, expected: int) -> None:
     """Refuse a run whose start has another number of coefficients than its clients' rows.
 
     Raises:
-        ValueError: it has.
+        ValueError: the kernel has a fixed start of its own.
 
     >>> check_start(2, expected=3)
     Traceback (most recent call last):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, Newcomer, check_start
@@ -25,6 +26,7 @@ from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["logistic_regression"]
+__dir__ = only(__all__)
 
 
 class LogisticSite(NamedTuple):
@@ -35,7 +37,7 @@ class LogisticSite(NamedTuple):
     precision: Tensor  # (..., p) 1/λ²
     auxiliary: Tensor  # (..., p) 1/ν
     noise: Tensor  # (...) 1, for the sums that all regressions report
-    likelihood: Tree  # of such moves given Pólya–Gamma numbers; {} for those that do not tell
+    likelihood: Tree  # of joint moves given Pólya–Gamma numbers; {} if it is not sent
     intercept: Tensor  # (...) β_k
 
 
@@ -50,12 +52,12 @@ def logistic_regression(
 ) -> LocalKernel:
     """Return the clients' half: logistic regression with coefficients that deviate from the global ones.
 
-    Every site has an intercept β_k ~ N(0, s²) of its own. Rows are (x `(d,)`, y `()`), y 0 or 1.
+    Every site has its own intercept β_k ~ N(0, s²). Rows are (x `(d,)`, y `()`), y 0 or 1.
 
     Args:
         deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
         intercept_scale: s.
-        interweave: up to how many coefficients the server can move θ with all θ_k; see `sparse.regression`.
+        interweave: most coefficients for which the server moves θ with all θ_k; see `sparse.regression`.
 
     Raises:
         ValueError: `intercept_scale` is not positive; rows of another form, or y other than 0 and 1 (when a population

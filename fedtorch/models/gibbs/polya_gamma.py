@@ -1,7 +1,8 @@
 r"""Pólya–Gamma numbers, which turn a logistic likelihood into a Gaussian one.
 
-For ω ~ PG(1, ψ), :math:`\frac{e^{y\psi}}{1 + e^\psi} \propto e^{(y - 1/2)\psi} E_{\omega \sim PG(1, 0)} e^{-\omega
-\psi^2/2}`, so that given ω the coefficients of a logistic regression are normal.
+For ω ~ PG(1, ψ),
+:math:`\frac{e^{y\psi}}{1 + e^\psi} \propto e^{(y - 1/2)\psi} E_{\omega \sim PG(1, 0)} e^{-\omega \psi^2/2}`, so that
+given ω the coefficients of a logistic regression are normal.
 
 Source: Polson, Scott and Windle (2013), "Bayesian inference for logistic models using Pólya–Gamma latent variables",
 JASA 108, sections 2 and 4 and supplement S6: Devroye's exact sampler by an alternating series.
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fedtorch import random
 
-_CUT = 0.64  # where the two forms of the series meet
+_CUT = 0.64  # boundary between the two forms of the series
 _SERIES = 30  # terms after which the remaining ones are below 1e-300 at any x
 
 
@@ -44,7 +45,7 @@ def polya_gamma(key: Tensor, tilt: Tensor) -> Tensor:
         accepted = proposed & _series_accepts(x, u[4])
         result[left] = torch.where(accepted, x, 0.0)
         fresh = torch.zeros_like(beyond) if fresh is None else fresh
-        fresh[left] = proposed  # a truncated draw that failed is tried again on its side, a refused x from the start
+        fresh[left] = proposed  # a rejected truncated draw is repeated on its side, a rejected x from the start
         left, attempt = left[~accepted], attempt + 1
     return result.reshape(tilt.shape) / 4
 

@@ -9,9 +9,9 @@ and a sparse prior of the global θ_j (`global_priors`). `regression()` is the c
 sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 
 - θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ
-- λ_kj² as `fedtorch.models.gibbs.deviations` says, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
-- τ_j with θ_j integrated out and θ_j given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj²
-  of the M clients heard: see `fedtorch.models.gibbs._scales`
+- λ_kj² as in `fedtorch.models.gibbs.deviations`, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
+- τ_j with θ_j integrated out and θ_j given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj² of
+  the M clients that have answered: see `fedtorch.models.gibbs._scales`
 - before that θ with all θ_k − θ held fixed, from the sites' likelihoods: see `fedtorch.models.gibbs._interweaving`
 - and τ_j with the level of the λ_kj and that of the ν_kj, from Σ_k 1/(ν_kj λ_kj²) and Σ_k 1/ν_kj: see
   `fedtorch.models.gibbs._levels`
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
+from fedtorch._lazy import only
 from fedtorch.models.gibbs import _interweaving as interweaving, _levels as levels, _scales as scales, gibbs_sweeps
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
@@ -53,9 +54,10 @@ from fedtorch.models.rows import client_by_client, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["hierarchy", "regression"]
+__dir__ = only(__all__)
 
-MOST_PRECISE = 1e24  # λ is kept above 1e-12 τ, which the prior passes with a probability of 6e-13
-INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
+MOST_PRECISE = 1e24  # λ is kept above 1e-12 τ, which the prior violates with a probability of 6e-13
+INTERWEAVE = 32  # most coefficients for which the sites send their information matrices
 
 
 class GlobalVariables(NamedTuple):
@@ -65,7 +67,7 @@ class GlobalVariables(NamedTuple):
     centre: Tensor  # (..., p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (..., p) 1/τ²
     noise: Tensor  # (...) b_σ
-    factors: Tensor  # (..., 2, p) what every site's 1/λ² and 1/ν have been multiplied by together
+    factors: Tensor  # (..., 2, p) common factors of every site's 1/λ² and 1/ν
 
 
 class RegressionSite(NamedTuple):
@@ -73,10 +75,10 @@ class RegressionSite(NamedTuple):
 
     theta: Tensor  # (..., p) θ_k
     place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
-    precision: Tensor  # (..., p) 1/λ² less all factors that every site's have taken together
+    precision: Tensor  # (..., p) 1/λ² without the common factors of all sites
     auxiliary: Tensor  # (..., p) 1/ν likewise
     noise: Tensor  # (...) 1/σ²
-    likelihood: Tree  # of such moves; {} for those that do not tell
+    likelihood: Tree  # of joint moves; {} if it is not sent
 
 
 class Global(NamedTuple):
@@ -86,11 +88,11 @@ class Global(NamedTuple):
     centre: Tensor  # (C, p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (C, p) 1/τ²
     noise: Tensor  # (C,) b_σ
-    prior: Tree  # of the global prior
-    factors: Tensor  # (C, 2, p) what every site's 1/λ² and 1/ν have been multiplied by together
+    prior: Tree  # state of the global prior
+    factors: Tensor  # (C, 2, p) common factors of every site's 1/λ² and 1/ν
 
     def quantities(self) -> dict[str, Tree]:
-        """Return the model's quantities by name: all but centre and factors, the moves that all sites have made."""
+        """Return the model's quantities by name: all except centre and factors, the common moves of all sites."""
         return {name: value for name, value in self._asdict().items() if name not in ("centre", "factors")}
 
 
@@ -104,17 +106,17 @@ def regression(
 ) -> LocalKernel:
     """Return the clients' half: linear regression with coefficients that deviate from the global ones.
 
-    Clients may have any number of rows, fewer than coefficients too, and collinear or constant columns: what the data
-    do not say the prior does. Rows are (x `(d,)`, y `()`).
+    Clients may have any number of rows, fewer than coefficients too, and collinear or constant columns: the prior
+    determines what the data do not. Rows are (x `(d,)`, y `()`).
 
     Args:
         deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
         noise_shape: a_σ.
-        intercept: whether every site has an intercept of its own under a flat prior, which is integrated out.
-        interweave: up to how many coefficients p the sites tell p (p + 3) / 2 numbers more, so that the server can move
+        intercept: whether every site has its own intercept under a flat prior, which is integrated out.
+        interweave: most coefficients p for which the sites send p (p + 3) / 2 numbers more, so that the server can move
             θ with all θ_k; chains then mix many times faster. 0: never.
-        statistics: a block's rows -> all that is ever asked of them, for sums that are not those of the rows as they
-            are; then without an intercept.
+        statistics: a block's rows -> their sums, the only use of the rows, for sums other than the plain ones; then
+            without an intercept.
 
     Raises:
         ValueError: `noise_shape` is not positive, or `statistics` with an intercept; rows of another form, or NaN in
@@ -138,7 +140,7 @@ def regression(
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
         w, u = scaled(received, site.precision, site.auxiliary)
-        begun = torch.where(site.noise > 0, site.noise, noise_shape / received.noise)  # at first the prior's mean
+        begun = torch.where(site.noise > 0, site.noise, noise_shape / received.noise)  # the prior's mean at first
         site = site._replace(precision=w, auxiliary=u, noise=begun)
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
             delta, w, u, noise = _by_program(received, site, data, noise_shape, keys, sweeps)
@@ -199,13 +201,13 @@ def _by_program(
 
 
 def scaled(received: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a site's 1/λ² and 1/ν from those less the factors of all sites."""
+    """Return a site's 1/λ² and 1/ν from those without the common factors."""
     of_precision, of_auxiliary = received.factors.unbind(-2)
     return precision * of_precision, auxiliary * of_auxiliary
 
 
 def less_factors(received: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1/λ² and 1/ν less the factors of all sites."""
+    """Return 1/λ² and 1/ν without the common factors of all sites."""
     of_precision, of_auxiliary = received.factors.unbind(-2)
     return w.clamp_max(MOST_PRECISE) / of_precision, u / of_auxiliary
 
@@ -240,11 +242,11 @@ def hierarchy(
 
     Args:
         prior: of θ; default `spike_and_slab()`.
-        scale: τ_j where it is known; default: half-Cauchy τ_j.
-        noise_scale: b_σ of σ_k² ~ IG(a_σ, b_σ); where it starts if it is sampled.
+        scale: a known τ_j; default: half-Cauchy τ_j.
+        noise_scale: b_σ of σ_k² ~ IG(a_σ, b_σ); its start if it is sampled.
         noise_prior: shape and rate of a gamma prior of b_σ, so that sites learn of each other's noise; default: b_σ is
             fixed.
-        noise_shape: a_σ as given to `regression`, which only sampling b_σ needs.
+        noise_shape: a_σ as given to `regression`, needed only for sampling b_σ.
 
     Raises:
         ValueError: a scale, shape or rate is not positive.

@@ -19,13 +19,16 @@ import torch
 from scipy.interpolate import BSpline
 from torch import Tensor
 
+from fedtorch._lazy import only
+
 __all__ = ["b_splines"]
+__dir__ = only(__all__)
 
 
 def b_splines(
     x: Tensor, *, lower: float | Tensor = 0.0, upper: float | Tensor = 1.0, pieces: int = 5, degree: int = 3
 ) -> tuple[Tensor, Tensor]:
-    """Return B-splines of every covariate on even knots, without the first of each: all of them sum to one.
+    """Return B-splines of every covariate on even knots, without the first of each, because all of them sum to one.
 
     The knots must be the same at all sites, so the range is an argument and is not taken from the rows: use
     `data.map(lambda rows: (b_splines(rows[0], …)[0], rows[1]))`. Values beyond the range are moved to its ends.

@@ -1,7 +1,7 @@
-"""Hierarchical Bayesian models of devices, as factors that expectation propagation takes.
+"""Hierarchical Bayesian models of devices, as factors for expectation propagation.
 
-`linear`, `generalised` (logistic, Poisson) and `shrinkage` say what a device's rows are, `normal` how the devices'
-coefficients hang together; `of` joins any two.
+`linear`, `generalised` (logistic, Poisson) and `shrinkage` define a device's likelihood, `normal` the distribution of
+the devices' coefficients; `of` joins any two.
 """
 
 from fedtorch._lazy import attach

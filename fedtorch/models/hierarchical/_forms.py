@@ -1,7 +1,7 @@
-"""Derivatives of rows' log likelihoods in given directions: variances of predictors, third and fourth derivatives.
+"""Derivatives of rows' log likelihoods along given directions: variances of predictors, third and fourth derivatives.
 
-Third and fourth derivatives in θ are sums over rows of products of their columns, so that they are found by one product
-of matrices for all nodes; what they are in a direction is then a sum over as many numbers.
+Third and fourth derivatives in θ are sums over rows of products of their columns, computed by one matrix product for
+all nodes; the derivative along a direction is then a sum over these numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Forms(NamedTuple):
 
 
 def twice(like: Tensor) -> Tensor:
-    """Return how often pairs of `like`'s last coordinates are in a square, as `gaussian.pack` has them."""
+    """Return the multiplicities of pairs of `like`'s last coordinates in a square, in the order of `gaussian.pack`."""
     first, second = torch.tril_indices(like.shape[-1], like.shape[-1], device=like.device)
     return torch.where(first == second, 1.0, 2.0).to(like)
 
@@ -52,7 +52,7 @@ def forms(third: Tensor, fourth: Tensor, columns: Tensor) -> Forms:
 
 
 def _pairs(columns: Tensor) -> Tensor:
-    """Return what products of two of x are multiplied by in products of two of x'columns, `(K, R, pairs, pairs)`."""
+    """Return the weights of products of two columns of x with products of two others, `(K, R, pairs, pairs)`."""
     row, column = _places(columns.shape[-2])[0]
     first, second = torch.tril_indices(columns.shape[-1], columns.shape[-1], device=columns.device)
     left, right = columns[..., row, :], columns[..., column, :]
@@ -73,7 +73,7 @@ def monomials(x: Tensor) -> Powers:
 
 @cache
 def _places(size: int) -> tuple[tuple[list[int], list[int]], list[list[int]], list[list[int]]]:
-    """Return both numbers of every pair, and where the products of pair and number, and of two pairs, are."""
+    """Return both numbers of every pair, and the positions of products of a pair with a number, and with a pair."""
     pairs = list(combinations_with_replacement(range(size), 2))
     three, four = ({c: i for i, c in enumerate(combinations_with_replacement(range(size), k))} for k in (3, 4))
     row, column = zip(*pairs)

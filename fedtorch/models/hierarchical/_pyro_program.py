@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtorch import tree
 
-_SPARE = 3  # rows that a client is filled up with to see whether a mask takes them out
+_SPARE = 3  # rows of padding in the test whether a mask removes them
 _SAME = 1e-9  # relative: densities that differ by less are the same
 
 
@@ -22,17 +22,17 @@ class Sites(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return how many coordinates there are."""
+        """Return the number of coordinates."""
         return sum(math.prod(shape) for _, _, shape in self.each)
 
 
 def filled_up(leaf: Tensor, mask: Tensor) -> Tensor:
-    """Return rows `(K, N, ...)` with the client's first in the places that `mask` leaves out."""
+    """Return rows `(K, N, ...)` with the client's first row at positions outside of `mask`."""
     return torch.where(tree.along(mask, leaf), leaf, leaf[:, :1])
 
 
 def may_be_filled(model: Callable[..., Any], sites: Sites, phi: Tensor, rows: list[Tensor]) -> bool:
-    """Return whether a mask takes additional rows out of a model's density."""
+    """Return whether a mask removes additional rows from a model's density."""
     more = [torch.cat([leaf, leaf[:1].expand(_SPARE, *leaf.shape[1:])]) for leaf in rows]
     real = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
     theta = 0.1 * torch.arange(1, sites.size + 1, dtype=phi.dtype, device=phi.device)
@@ -67,7 +67,7 @@ def sites_of(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> 
 def log_joint_of(
     model: Callable[..., Any], sites: Sites, theta: Tensor, phi: Tensor, rows: Sequence[Tensor], real: Tensor | None
 ) -> Tensor:
-    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `real`."""
+    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates, over the observed rows in `real`."""
     from pyro import poutine
 
     values, jacobian = _latent(sites, theta)
@@ -94,7 +94,7 @@ def _latent(sites: Sites, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> str:
-    """Return the reason why a client's rows cannot be observed, at one φ and θ amid its support; None if they can.
+    """Return why a client's rows cannot be observed, at one φ and a θ inside its support; None if they can.
 
     >>> import pyro
     >>> def model(phi, y):
@@ -127,7 +127,7 @@ def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> s
 
 
 def _not_in_support(site: Any) -> Tensor:
-    """Return observed values that a discrete distribution cannot have, without those of a mask."""
+    """Return observed values outside a discrete distribution's support, without masked ones."""
     if site["type"] != "sample" or not site["is_observed"] or site.get("mask") is not None:
         return torch.zeros(0)
     support: Any = getattr(site["fn"], "support", None)
@@ -139,7 +139,7 @@ def _not_in_support(site: Any) -> Tensor:
 
 
 def _log_of_real(site: Any, real: Tensor) -> Tensor:
-    """Return the log densities of a site, zero for rows that are not kept, along the plate of as many rows."""
+    """Return the log densities of a site, zero for masked rows, along the plate of that size."""
     log = site["log_prob"]
     for frame in site["cond_indep_stack"] if site["is_observed"] else ():
         if frame.vectorized and frame.size == len(real) and log.ndim >= -frame.dim:

@@ -1,17 +1,17 @@
-r"""Cumulative logit models: ordered responses of C levels, of which a row passes thresholds.
+r"""Cumulative logit models: ordered responses with C levels, separated by thresholds.
 
 .. math::
     P(y_i \le k) = \sigma(\tau_k - x_i'\theta), \qquad \tau_1 < \dots < \tau_{C-1} .
 
-The intercept of x is −τ₁, and what the other thresholds are more than τ₁ are further fixed effects
+The intercept of x is −τ₁, and the other thresholds' differences to τ₁ are further fixed effects
 :math:`c_k = \tau_k - \tau_1` of θ, 0 < c₂ < c₃ < …. With a = τ_y − x'θ and b = τ_{y−1} − x'θ a row's likelihood is
 
 .. math:: \sigma(a) - \sigma(b) = \sigma(a)\, \sigma(-b)\, (1 - e^{-(a - b)}),
 
-so that its logarithm is a sum of three concave functions, each of one number that is linear in θ: whether a row stays
-below its upper threshold and above its lower one, two logistic regressions, and how far the two are apart, alike for
+so its logarithm is a sum of three concave functions, each of one number that is linear in θ: a logistic regression of
+staying below the upper threshold, one of staying above the lower one, and a function of their distance, the same for
 all rows of a level. The last one keeps thresholds apart, and in order: their prior is a normal density restricted to
-ascending thresholds, with no Jacobian, as thresholds themselves are what it is of.
+ascending thresholds, without a Jacobian, because it is a density of the thresholds themselves.
 
 Source: McCullagh (1980), "Regression models for ordinal data", JRSS B 42; Tutz and Hennevogl (1996), "Random effects in
 ordinal regression models", Computational Statistics & Data Analysis 22.
@@ -34,8 +34,9 @@ from fedtorch.models.hierarchical.integrals.exponential import BINARY, Exponenti
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations, refuse
 
-_CLOSE = 0.01  # of two thresholds, below which the density is continued by a parabola of its logarithm
-_DIRECTIONS = 1  # along which a client is integrated by itself: with more, a round of tiny ones is twenty times dearer
+_CLOSE = 0.01  # distance of two thresholds below which the logarithm of the density is continued by a parabola
+# directions along which a client is integrated separately: with more, a round of tiny clients is twenty times slower
+_DIRECTIONS = 1
 
 
 def cumulative(
@@ -50,11 +51,11 @@ def cumulative(
     Rows may have an offset of the log-odds and weights.
 
     Args:
-        hierarchy: of the coefficients of x, one of which is `"Intercept"`, and then those of C − 2 thresholds less the
-            first, which are fixed effects: see `difference_names`.
+        hierarchy: of the coefficients of x, one of which is `"Intercept"`, followed by the C − 2 differences of
+            thresholds, which are fixed effects: see `difference_names`.
         levels: names of the levels, in order, at least two.
         rule: nodes over the variances; default: that of `generalised`.
-        inner: that of `generalised`.
+        inner: as for `generalised`.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -84,7 +85,7 @@ def cumulative(
 
 
 def difference_names(levels: Sequence[str]) -> list[str]:
-    """Return the names of what thresholds are more than the first.
+    """Return the names of the thresholds' differences to the first.
 
     >>> difference_names(["1", "2", "3", "4"])
     ['2|3 - 1|2', '3|4 - 1|2']
@@ -102,7 +103,7 @@ def _ascending(
     zeta: Tensor,
     log_noise: Tensor | None,
 ) -> Conditional:
-    """Return what rows say of θ: nothing where thresholds are known that cross."""
+    """Return the rows' log likelihood of θ, −∞ for known thresholds that cross."""
     factor = local(data, mean, covariance, zeta, log_noise)
     if not differences or covariance.shape[-1] == mean.shape[-1]:
         return factor
@@ -111,7 +112,7 @@ def _ascending(
 
 
 def _family(count: int) -> ExponentialFamily:
-    """Return the family of rows of which the first C − 2 are differences of thresholds, and the others are sides."""
+    """Return the family for rows whose first C − 2 are differences of thresholds, and the others threshold sides."""
     gaps = count - 2
     if not gaps:
         return BINARY._replace(extras=("offset", "weight"), outcome=CUMULATIVE)
@@ -148,7 +149,7 @@ def _family(count: int) -> ExponentialFamily:
 
 def _gap(gap: Tensor) -> Tensor:
     """Return b = −log(1 − e^−η)."""
-    at, less = gap.clamp(min=_CLOSE), (gap - _CLOSE).clamp(max=0.0)  # how far a parabola goes on from there
+    at, less = gap.clamp(min=_CLOSE), (gap - _CLOSE).clamp(max=0.0)  # argument of the parabola
     first = 1 / at.expm1()
     return less * (less * first * (1 + first) / 2 - first) - (-(-at).expm1()).log()
 
@@ -163,9 +164,9 @@ def _gap_bends(gap: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _prepared(ordered: Ordered, data: Any, features: int, order: Tensor) -> Rows:
-    """Return a block's rows as differences of thresholds, and then the two sides on which each row's thresholds are.
+    """Return a block's rows: first differences of thresholds, then the upper and lower side of each row's level.
 
-    A side has log σ(η) = η/2 − log(2 cosh η/2), and how often differences count is how many rows are between them.
+    A side has log σ(η) = η/2 − log(2 cosh η/2); a difference counts once for each row between its thresholds.
     """
     count = len(ordered.levels)
     x, y, offset, weight, _ = observations(data, features - (count - 2), ("offset", "weight"))
@@ -181,7 +182,7 @@ def _prepared(ordered: Ordered, data: Any, features: int, order: Tensor) -> Rows
     counted = data.mask.to(x) if weight is None else weight * data.mask
     nowhere = torch.zeros_like(level[..., :2])
     above = torch.cat([level, nowhere], -1)[..., 2:count]  # c_k of the lower threshold: of level k, from the third on
-    below = level[..., 1 : count - 1]  # of the upper one, of the levels between
+    below = level[..., 1 : count - 1]  # of the upper threshold, for middle levels
     sides = torch.stack([torch.cat([x, -above], -1), torch.cat([-x, below], -1)], 2).flatten(1, 2)
     apart = torch.eye(count - 2, dtype=x.dtype, device=x.device)
     apart = apart - torch.nn.functional.pad(apart[:, 1:], (0, 1))

@@ -1,4 +1,4 @@
-"""Signs that columns are linear combinations of each other, so that rows do not tell their coefficients apart."""
+"""Detection of linearly dependent columns, whose coefficients the rows do not identify."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_NOTHING = 0.99  # of a direction's variance before the rows that is left with them
+_NOTHING = 0.99  # remaining share of a direction's prior variance that counts as no information
 _SHOWN = 8  # names
-_ALONE = 0.99  # of a coefficient's length, that lies in directions of which rows say nothing
-_PART = 0.02  # of the largest coefficient of a direction, below which a column has no part in it
+_ALONE = 0.99  # share of a coefficient's length in directions without information
+_PART = 0.02  # relative to a direction's largest coefficient; columns below it are not named
 
 
 def warn_of_dependence(
     names: Sequence[str], before: Tensor, after: Tensor, *, shown: str = "the prior", stacklevel: int = 3
 ) -> bool:
-    """Warn of coefficients of which rows say nothing in some direction, as of columns that are linearly dependent.
+    """Warn about coefficients with a direction of no information in the rows, as for linearly dependent columns.
 
     Returns whether it has.
 
     Args:
         names: of the coefficients.
-        before, after: covariances of their means, `(d, d)`, without and with the rows: no more need be known of the
-            columns, of which sites tell nothing.
-        shown: what estimates are in such a direction.
-        stacklevel: as that of `warnings.warn`.
+        before, after: covariances of their means, `(d, d)`, without and with the rows; the columns themselves, which
+            sites do not send, are not needed.
+        shown: value of the estimates along such a direction.
+        stacklevel: as for `warnings.warn`.
 
     Example:
         >>> import torch, warnings
@@ -40,7 +40,7 @@ def warn_of_dependence(
         "Expected columns that are linearly independent, but those of 'Intercept', 'a' and 'b' are "
     """
     empty = _empty(before, after)
-    if empty.shape[1] in (0, len(before)):  # rows that say nothing at all have not been taken in yet
+    if empty.shape[1] in (0, len(before)):  # no rows have been used yet
         return False
     listed = taking_part(names, empty)
     some = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
@@ -56,13 +56,13 @@ def warn_of_dependence(
 
 
 def alone(before: Tensor, after: Tensor, shown: Tensor) -> Tensor:
-    """Return of which coefficients rows say nothing whatever the others are, `(q,)`.
+    """Return for which coefficients rows have no information whatever the others are, `(q,)`.
 
-    Columns that are dependent are at least two. What a column by itself says no more is lost where it is separated:
-    rows have moved its coefficient so far that no step changes their likelihood.
+    Dependent columns are at least two. A single coefficient without information is separated: rows have moved it so far
+    that their likelihood is flat.
 
     Args:
-        before, after: as those of `warn_of_dependence`.
+        before, after: as for `warn_of_dependence`.
         shown: `(q, d)` makes the coefficients, in units of their columns' sds.
 
     >>> before, after = torch.eye(3).double(), torch.diag(torch.tensor([1.0, 0.1, 0.1])).double()
@@ -74,7 +74,7 @@ def alone(before: Tensor, after: Tensor, shown: Tensor) -> Tensor:
 
 
 def _empty(before: Tensor, after: Tensor) -> Tensor:
-    """Return the directions of which rows say nothing, `(d, n)`."""
+    """Return the directions without information in the rows, `(d, n)`."""
     root = torch.linalg.cholesky(before)
     half = torch.linalg.solve_triangular(root, after, upper=False)
     left, directions = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
@@ -82,7 +82,7 @@ def _empty(before: Tensor, after: Tensor) -> Tensor:
 
 
 def taking_part(names: Sequence[str], directions: Tensor) -> list[str]:
-    """Return the names, in quotes, of coefficients that have a part in some of the directions `(d, n)`.
+    """Return the quoted names of coefficients with a share in some of the directions `(d, n)`.
 
     >>> taking_part(["a", "b", "c"], torch.tensor([[1.0], [-1.0], [0.001]]))
     ["'a'", "'b'"]

@@ -1,9 +1,10 @@
-r"""Signs that no row has a level of an ordered response, of which sites do not tell.
+r"""Detection of levels of an ordered response without rows, which sites do not report.
 
-Rows of a level between others have log (1 − e^−η) of what its thresholds are apart, whose second derivative is
-:math:`r (1 + r)`, :math:`r = 1 / (e^\eta - 1)`. As all else that rows say is concave, n of them leave η a variance of
-:math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood rows of the first or the last level are expected
-as often as they are there, and where they are few the information on its threshold is their number.
+Rows of a middle level have log (1 − e^−η) of the distance of its thresholds, whose second derivative is
+:math:`r (1 + r)`, :math:`r = 1 / (e^\eta - 1)`. As all other terms of the log likelihood are concave, n of them leave η
+a variance of :math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood the expected number of rows of the
+first or the last level equals the observed one, and if it is small the information on the level's threshold is about
+that number.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 
 from fedtorch.models.hierarchical.families import Ordered
 
-_NONE = 0.1  # of a row, below which there is none: with one the numbers above are one or more
+_NONE = 0.1  # estimated number of rows below which there is none: with one the numbers above are one or more
 _APART = 1.0  # sds between thresholds
-_END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
-_DEPENDENT = 1e-6  # information on a combination of slopes, relative, below which columns are dependent
+_END, _FAR = 0.7, 3.0  # sd and mean of the distance of two thresholds beyond which there is at most one row
+_DEPENDENT = 1e-6  # relative information on a combination of slopes below which columns are dependent
 _HELPS = "leave such levels out of levels=, or merge them with a neighbour"
 
 
 def refuse_crossed(ordered: Ordered, mean: Tensor, covariance: Tensor) -> None:
-    """Raise for levels between others whose thresholds a posterior has out of order: nothing but rows keeps them in it.
+    """Raise for middle levels whose thresholds are out of order in a posterior, because only rows keep them in order.
 
     Args:
         ordered: of the response, with three levels at least.
@@ -40,15 +41,16 @@ def refuse_crossed(ordered: Ordered, mean: Tensor, covariance: Tensor) -> None:
 
 
 def warn_of_few(ordered: Ordered, mean: Tensor, covariance: Tensor, *, helps: str = "", stacklevel: int = 3) -> bool:
-    """Warn of levels whose thresholds rows do not tell; return whether it has.
+    """Warn about levels whose thresholds the rows do not determine; return whether it has warned.
 
     Args:
-        ordered, mean, covariance: as those of `refuse_crossed`.
-        helps: what else to do.
-        stacklevel: as that of `warnings.warn`.
+        ordered, mean, covariance: as for `refuse_crossed`.
+        helps: further remedies for the message.
+        stacklevel: as for `warnings.warn`.
     """
     apart, unsure = _differences(ordered, mean, covariance)
-    ends = ((unsure > _END) & (apart > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
+    # the threshold of the first or the last level has reached its limit
+    ends = ((unsure > _END) & (apart > _FAR))[[0, -1]]
     missing = torch.cat([ends[:1], _near(apart, unsure), ends[1:]])
     if bool(missing.any()):
         warnings.warn(
@@ -61,14 +63,14 @@ def warn_of_few(ordered: Ordered, mean: Tensor, covariance: Tensor, *, helps: st
 
 
 def refuse_without_maximum(ordered: Ordered, mean: Tensor, information: Tensor) -> None:
-    """Raise for levels without rows, where the likelihood has no maximum: their thresholds meet, or have no end.
+    """Raise for levels without rows if the likelihood has no maximum: their thresholds meet, or diverge.
 
     Args:
         ordered: of the response, with three levels at least.
-        mean, information: of the coefficients, `(d,)` and `(d, d)`, where the likelihood is largest.
+        mean, information: of the coefficients, `(d,)` and `(d, d)`, at the largest likelihood.
 
     Raises:
-        ValueError: levels of which there is less than a row.
+        ValueError: levels with an estimated number of rows below one.
     """
     thresholds = ordered.shown[: len(ordered.levels) - 1].to(mean)
     moved = torch.linalg.pinv(thresholds).mT[[0, -1]]  # coefficients that move one threshold by one
@@ -84,7 +86,9 @@ def refuse_without_maximum(ordered: Ordered, mean: Tensor, information: Tensor) 
 
 
 def _of_slopes(thresholds: Tensor, information: Tensor) -> Tensor:
-    """Return information `(d, d)` on combinations of slopes on which there is none; thresholds do not rest on them."""
+    """Return information `(d, d)` with a unit on combinations of slopes that have none, which do not concern
+    thresholds.
+    """
     slopes = (thresholds == 0).all(0).to(information)
     inner = information * torch.outer(slopes, slopes)
     root = torch.where(slopes > 0, inner.diagonal(), 1.0).clamp(min=0).sqrt()
@@ -95,7 +99,7 @@ def _of_slopes(thresholds: Tensor, information: Tensor) -> Tensor:
 
 
 def _differences(ordered: Ordered, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by how much neighbouring thresholds differ, and its sd, `(C - 2,)`."""
+    """Return the differences of neighbouring thresholds, and their sds, `(C - 2,)`."""
     apart = ordered.shown[: len(ordered.levels) - 1].to(mean).diff(dim=0)
     return apart @ mean, (apart @ covariance @ apart.mT).diagonal().sqrt()
 

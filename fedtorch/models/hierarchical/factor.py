@@ -1,15 +1,15 @@
 r"""The factor f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k of a device, for any hierarchy and likelihood.
 
-θ_k | φ ~ N(A μ, S(ζ)), φ = (μ, ζ). Under a cavity, μ given ζ is normal, so that θ_k given ζ is N(m, Σ) with
-Σ = S(ζ) + A V A'. A likelihood tells the evidence ℓ(m, Σ) of the rows and its derivatives in m, which are all that the
-moments of μ need (Stein's identities), with C = V A' the covariance of μ and θ_k:
+θ_k | φ ~ N(A μ, S(ζ)), φ = (μ, ζ). Under a cavity, μ given ζ is normal, so that θ_k given ζ is N(m, Σ) with Σ = S(ζ) +
+A V A'. A likelihood returns the evidence ℓ(m, Σ) of the rows and its derivatives in m, which suffice for the moments of
+μ (Stein's identities), with C = V A' the covariance of μ and θ_k:
 
 .. math:: E[\mu \mid \zeta, y] = E[\mu \mid \zeta] + C\, \ell'(m), \qquad
     \mathrm{Cov}[\mu \mid \zeta, y] = V + C\, \ell''(m)\, C' .
 
 Nodes are needed over ζ only (`quadrature.tilt`).
 
-A likelihood of your own, of one row y ~ N(θ_k, 1) per device:
+A user-defined likelihood, of one row y ~ N(θ_k, 1) per device:
 
 >>> import torch, fedtorch as ft
 >>> from torch.distributions import MultivariateNormal
@@ -52,10 +52,10 @@ from fedtorch.models.hierarchical.integrals.given import Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
-# Share of a variance by which rows may seem to make it greater, which they never do. Rules of few nodes are off by 0.05
-# where rows say nothing, and are then taken to say nothing; twice that is no error of a rule that sees its integrand.
+# Tolerated increase of a variance by the rows, which is never real. Rules with few nodes are off by 0.05 for
+# uninformative rows, which are then treated as uninformative; twice that means that the rule has missed its integrand.
 _MISSED = 0.1
-_CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
+_CHUNK = 2**18  # most numbers in an array for a chunk of clients, to fit the cache
 
 
 class Conditional(NamedTuple):
@@ -68,28 +68,28 @@ class Conditional(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """How a likelihood that is normal in θ_k does without covariances of θ_k spelled out at every node."""
+    """For a likelihood that is normal in θ_k: evaluation without full covariances of θ_k at every node."""
 
-    fit: Callable[[Sequence[Tensor]], bool]  # whether it can with tensors such as these
-    # (prepared, θ_k before the rows, log σ² (K, R) or None, what `local` tells of the same) -> Conditional
+    fit: Callable[[Sequence[Tensor]], bool]  # whether such tensors are supported
+    # (prepared, θ_k before the rows, log σ² (K, R) or None, output of `local` for the same) -> Conditional
     at: Callable[[Any, Coefficients, Tensor | None, Callable[[], Conditional]], Conditional]
 
 
 class DeviceLikelihood(NamedTuple):
-    """The model of a device's rows given θ_k."""
+    """The likelihood of a device's rows given θ_k."""
 
-    prepare: Callable[[Any], Any]  # block -> what `local` needs
+    prepare: Callable[[Any], Any]  # block -> input of `local`
     # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional.
-    # Given φ, what does not differ between devices is known: covariances are those of `Hierarchy.varying`,
-    # (K, R, e, e), and no derivatives are asked for.
+    # Given φ, fixed effects are known: covariances are those of `Hierarchy.varying`, (K, R, e, e), and no derivatives
+    # are needed.
     local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Conditional]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
-    rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
+    rows: Callable[[Any], Tensor]  # prepared -> numbers of rows, (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
-    family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
-    dear: bool = False  # whether nodes cost so much that a rule of few of them finds the place of the others first
+    family: Family | None = None  # the distribution of one response, if it depends on x'θ_k
+    dear: bool = False  # whether nodes are so expensive that a rule with few of them searches first
     margins: Margins | None = None
-    concave: bool = False  # whether log p(rows | θ_k) is concave, so that rows never make variances given ζ greater
+    concave: bool = False  # whether log p(rows | θ_k) is concave, so that rows never increase variances given ζ
 
 
 class Model(NamedTuple):
@@ -107,19 +107,19 @@ class Model(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the coordinates of φ
-    hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
+    hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate if it is learnt
     prior: Prior
     project: Projection
     start: Start
     prepare: Callable[[Any], Any]
-    devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
+    devices: Callable[[Moments, Any], DevicePosterior]  # (the others' information about φ, prepared data)
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
     # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
     given: Callable[[Tensor, Tensor, Any], DevicePosterior]
-    # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
+    # (the others' information about φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
-    family: Family | None = None  # of one response
-    design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
+    family: Family | None = None  # distribution of one response
+    design: Design | None = None  # its formula, see `hierarchical.regression`
     ordered: Ordered | None = None  # the levels of an ordered response, see `cumulative`
 
 
@@ -130,7 +130,7 @@ def of(
     noise: Hyperprior | None = None,
     rule: QuadratureRule | None = None,
 ) -> Model:
-    """Return the model of a hierarchy and a likelihood.
+    """Build the model of a hierarchy and a likelihood.
 
     Args:
         hierarchy: of θ_k given φ.
@@ -160,7 +160,7 @@ def of(
 
 
 class _Parts(NamedTuple):
-    """The parts that the functions of a model compute with."""
+    """Parts for the computations of a model's functions."""
 
     hierarchy: Hierarchy
     likelihood: DeviceLikelihood
@@ -173,7 +173,7 @@ class _Parts(NamedTuple):
         return (zeta[..., :-1], zeta[..., -1]) if self.noise else (zeta, None)
 
     def numbers(self, data: Any, nodes: int, like: Tensor | None = None) -> int:
-        """Return how many numbers as many nodes of a client take; `like` where no moments of θ_k are asked for."""
+        """Return how many numbers a client needs for this many nodes; `like` if no moments of θ_k are needed."""
         (d, m), components, margins = self.hierarchy.mean.shape, self.hierarchy.components, self.likelihood.margins
         lean = like is not None and components is not None and margins is not None and margins.fit((like,))
         inner = d + m + len(components.rows) if lean and components is not None else d * d
@@ -182,7 +182,7 @@ class _Parts(NamedTuple):
     def local(
         self, data: Any, given: Coefficients, log_noise: Tensor | None, spelled: Callable[[], tuple[Tensor, Tensor]]
     ) -> Conditional:
-        """Return what the likelihood says, with means and covariances spelled out only where it needs them."""
+        """Evaluate the likelihood, with full means and covariances only where it needs them."""
         every = lambda: self.likelihood.local(data, *spelled(), given.zeta, log_noise)
         margins = self.likelihood.margins
         tensors = given if log_noise is None else (*given, log_noise)
@@ -297,7 +297,7 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
 
 
 def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
-    """Return the estimate of that step, as all sites' sum."""
+    """Return the estimate of that step, as the sum of all sites."""
     m = parts.hierarchy.mean.shape[1]
     away = total["mean"] / count
     spread = gaussian.unpack(total["second"] / count)
@@ -313,7 +313,7 @@ def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Pri
 
 
 def _centre(parts: _Parts) -> Tensor:
-    """Return what devices' coefficients are summed about, `(d,)`: their means in the model's prior, known to all."""
+    """Return the common centre of sums of devices' coefficients, `(d,)`: their means in the model's prior."""
     means = parts.hierarchy.mean
     return means @ gaussian.moments(parts.hierarchy.prior.completed()).mean[: means.shape[1]]
 
@@ -327,11 +327,11 @@ def derivatives(mean: Tensor, covariance: Tensor, tilted: Moments, weights: Tens
 
 
 def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
-    """Return the moments of all coefficients where all but some are known.
+    """Return the moments of all coefficients, all but some of which are known.
 
     Args:
         mean: `(K, R, d)` before the rows.
-        place: numbers of those that are not known, `(e,)`.
+        place: positions of the unknown ones, `(e,)`.
         some: their moments, `(K, R, e)` and `(K, R, e, e)`.
     """
     covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
@@ -340,16 +340,16 @@ def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
 
 
 def _moments(nodes: Nodes, given: Given, concave: bool = False) -> Moments:
-    """Return the tilted moments of (μ, ζ); none of a client whose rows would make μ less certain where they cannot.
+    """Return the tilted moments of (μ, ζ); NaN for a client whose rows seem to increase the uncertainty of μ.
 
-    Under a log-concave likelihood Cov[μ | ζ, y] ≤ Cov[μ | ζ] (Brascamp and Lieb, 1976), whatever the rows are: where
-    moments say otherwise by far, nodes have missed what they are to see; by little, as where rows say nothing and nodes
-    are few, rows are taken to say nothing.
+    Under a log-concave likelihood Cov[μ | ζ, y] ≤ Cov[μ | ζ] (Brascamp and Lieb, 1976) for any rows. If moments violate
+    this by far, nodes have missed the integrand; if by little, as for uninformative rows and few nodes, rows are
+    treated as uninformative.
     """
     size, m = nodes.nodes.shape[2], given.centre.shape[1]
     across = given.covariance @ given.design.mT
     gradient, information = nodes.values.derivatives(nodes.weights)
-    both = torch.cat([nodes.nodes.mT, gradient.mT], 1)  # (K, s + d, R), of which μ given ζ has a mean that is linear
+    both = torch.cat([nodes.nodes.mT, gradient.mT], 1)  # (K, s + d, R), in which μ given ζ has a linear mean
     average = (both @ nodes.weights[..., None])[..., 0]
     away = both - average[..., None]
     zeta, first = average[:, :size], torch.cat([given.slope, across], 2)
@@ -370,7 +370,7 @@ def _moments(nodes: Nodes, given: Given, concave: bool = False) -> Moments:
 
 
 def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:
-    """Call `function` on some clients at a time, so that its arrays stay small."""
+    """Call `function` on chunks of clients, so that its arrays stay small."""
     count = len(tree.leaves(stacked)[0])
     size = max(1, _CHUNK // max(1, numbers))
     if count <= size:

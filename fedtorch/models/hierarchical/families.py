@@ -1,4 +1,4 @@
-r"""The distribution of one response given its linear predictor: what model criticism asks of a likelihood.
+r"""Distributions of one response given its linear predictor, for model criticism.
 
 A likelihood itself only needs sums over a client's rows. Leaving out rows, calibration and replicated responses need
 the density, the mean and draws of each one, which a `Family` has.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch.models import counts
 
-_SMALL, _COUNTS = 30.0, 120  # rates whose counts are found one after the other, and how many of these
+_SMALL, _COUNTS = 30.0, 120  # small rates, whose counts are found one after the other, and the most of these counts
 
 
 class Family(NamedTuple):
@@ -32,12 +32,13 @@ class Family(NamedTuple):
     mean: Callable[[Tensor], Tensor]  # η -> E y, of one trial
     log_density: Callable[[Tensor, Tensor, Tensor], Tensor]  # (y, η, scale) -> log p
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
-    scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the scale that is known, (K,)
+    scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the known scale, (K,)
     precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
+    effects: str = "effect"  # what differences of η are called
 
 
 class Ordered(NamedTuple):
-    """Levels of an ordered response, and their thresholds as functions of coefficients.
+    """Levels of an ordered response, with thresholds as functions of coefficients.
 
     >>> ordered = Ordered.of(["1", "2", "3"], ["Intercept", "age", "2|3 - 1|2"])
     >>> ordered.names
@@ -49,12 +50,12 @@ class Ordered(NamedTuple):
     """
 
     levels: tuple[str, ...]
-    names: tuple[str, ...]  # of thresholds, and of the coefficients of x but the intercept: what tables show
+    names: tuple[str, ...]  # of thresholds, and of the coefficients of x except the intercept, as in tables
     shown: Tensor  # (q, d) these from the coefficients of the model
 
     @staticmethod
     def of(levels: Sequence[str], coefficients: Sequence[str]) -> Ordered:
-        """Return the thresholds of levels, of coefficients of which the last are thresholds less the first."""
+        """Return the thresholds, from coefficients the last of which are differences to the first threshold."""
         if len(levels) < 2 or "Intercept" not in coefficients:
             raise ValueError(
                 "Expected at least two levels, and a coefficient 'Intercept' from which thresholds are counted, but "
@@ -74,12 +75,12 @@ class Ordered(NamedTuple):
 
     @property
     def differences(self) -> int:
-        """Return how many coefficients are thresholds less the first."""
+        """Return the number of coefficients that are differences of thresholds."""
         return len(self.levels) - 2
 
     @staticmethod
     def ascend(differences: Tensor) -> Tensor:
-        """Return whether thresholds ascend that are so much more than the first, `(..., C - 2)` -> `(...)`.
+        """Return whether thresholds with these differences to the first ascend, `(..., C - 2)` -> `(...)`.
 
         >>> Ordered.ascend(torch.tensor([[1.0, 2.0], [2.0, 1.0], [-1.0, 1.0]]))
         tensor([ True, False, False])
@@ -88,7 +89,7 @@ class Ordered(NamedTuple):
 
     @staticmethod
     def thresholds(levels: Sequence[str]) -> list[str]:
-        """Return the names of thresholds, each by the levels that it is between."""
+        """Return the names of thresholds, each by its two levels."""
         return [f"{below}|{above}" for below, above in itertools.pairwise(levels)]
 
 
@@ -132,7 +133,7 @@ def _poisson_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
 
 
 def _sides(eta: Tensor, scale: Tensor) -> list[Tensor]:
-    """Return η less each threshold, of which the first is 0 and the others are in `scale` `(..., thresholds - 1)`."""
+    """Return η minus each threshold, the first 0 and the others in `scale` `(..., thresholds - 1)`."""
     return [eta, *(eta - cut for cut in scale.unbind(-1))]
 
 
@@ -171,7 +172,10 @@ GAUSSIAN = Family(
     lambda uniform, eta, variance: eta + variance.sqrt() * torch.special.ndtri(uniform),
     lambda prepared: prepared.log_noise.exp(),
     precise=True,
+    effects="effect on the response",
 )
-LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw)
-CUMULATIVE = Family("cumulative", _no_mean, _cumulative_density, _cumulative_draw)  # y: numbers of levels from 0
-POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw)
+LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw, effects="log-odds")
+CUMULATIVE = Family(  # y: numbers of levels from 0
+    "cumulative", _no_mean, _cumulative_density, _cumulative_draw, effects="log-odds"
+)
+POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw, effects="log rate")

@@ -2,8 +2,8 @@ r"""Hierarchical logistic and Poisson regression: θ_k is integrated around its 
 
 Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of
 :math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`modes`), and the curvature H
-there. About it what the normal approximation N(û, H⁻¹) gets wrong is corrected (`moments`): the coefficients that
-differ between devices at the nodes of a rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
+there. The error of the normal approximation N(û, H⁻¹) is corrected (`moments`): the coefficients that differ between
+devices at the nodes of a rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next models; Rue, Martino, Chopin (2009),
 "Approximate Bayesian inference for latent Gaussian models by using integrated nested Laplace approximations".
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
+from fedtorch._lazy import only
 from fedtorch.models import quadrature
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
@@ -30,10 +31,12 @@ from fedtorch.models.hierarchical.integrals.moments import integral
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 
 __all__ = ["logistic", "poisson"]
+__dir__ = only(__all__)
 
-_POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, a dimension, by dimension; two shells beyond
+# of the default inner rule, per dimension, by dimension; from three dimensions on two spheres
+_POINTS = {0: 1, 1: 7, 2: 7}
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
-_LONG = 300.0  # seconds of a round, from which on a warning says so
+_LONG = 300.0  # seconds of a round above which a warning is given
 _ROW = 60  # nanoseconds of a row at a node, about
 
 
@@ -60,7 +63,7 @@ def logistic(
 def poisson(
     hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
 ) -> Model:
-    """Count y with log mean x'θ_k; rows may have an offset of it, such as a log exposure, and weights.
+    """Model counts y with log mean x'θ_k; rows may have an offset of it, such as a log exposure, and weights.
 
     See `generalised` for the arguments.
 
@@ -91,7 +94,7 @@ def generalised(
         rule: nodes over the shared scales ζ.
         inner: nodes over θ_k, or over those of its coefficients that differ between devices, to correct the normal
             approximation; None for Laplace's method. Default: seven points a coordinate for up to two, designs on two
-            spheres beyond, over all coefficients where there are at most two, else over those that differ.
+            spheres beyond, over all coefficients if there are at most two, else over those that differ.
     """
     over = default_rule(scales_of(hierarchy)) if rule is None else rule
     return of(hierarchy, likelihood_of(hierarchy, family, over, inner, partial(prepared, family)), rule=over)
@@ -111,7 +114,7 @@ def likelihood_of(
         hierarchy, family, inner: of `generalised`.
         rule: nodes over ζ.
         prepare: (block, number of coefficients, their order) -> rows.
-        directions: that of `moments.integral`.
+        directions: as for `moments.integral`.
     """
     parts = _Parts.of(hierarchy, family, inner, prepare)._replace(directions=directions)
     return DeviceLikelihood(
@@ -132,7 +135,7 @@ def scales_of(hierarchy: Hierarchy) -> int:
 
 
 def default_rule(dimensions: int) -> QuadratureRule:
-    """Return the rule over ζ: of fewer nodes than that of linear models, at which a node costs next to nothing.
+    """Return the rule over ζ, with fewer nodes than that of linear models, whose nodes are cheap.
 
     With log variances known to ±1 it gives means within 0.4 % of an sd of the tilted ones, and within 0.01 % to ±0.4.
     """
@@ -142,14 +145,14 @@ def default_rule(dimensions: int) -> QuadratureRule:
 
 
 def default_inner(dimensions: int) -> QuadratureRule:
-    """Return the rule over so many coefficients."""
+    """Return the rule over this many coefficients."""
     if dimensions in _POINTS:
         return gauss_hermite(dimensions, _POINTS[dimensions])
     return two_shells(dimensions)
 
 
 class _Parts(NamedTuple):
-    """What a device's integral is computed with."""
+    """Parts of the computation of a device's integral."""
 
     family: ExponentialFamily
     order: Tensor  # (d,) the coefficients, fixed effects before the others
@@ -161,7 +164,7 @@ class _Parts(NamedTuple):
     directions: int = 2
 
     def fewer(self, dimensions: int) -> QuadratureRule:
-        """Return the rule over so many coefficients beside directions that are integrated by themselves."""
+        """Return the rule over this many coefficients besides directions that are integrated separately."""
         suitable = [rule for rule in (self.whole, self.part) if rule is not None and rule.nodes.shape[1] == dimensions]
         return suitable[0] if suitable and self.exact else default_inner(dimensions)
 

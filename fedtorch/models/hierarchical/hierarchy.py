@@ -27,7 +27,7 @@ class Components(NamedTuple):
 
 
 class Coordinates(NamedTuple):
-    """Coordinates in place of ζ, in which ever equal steps lead to a boundary, with as many of them."""
+    """Coordinates in place of ζ, as many, in which equal steps approach a boundary."""
 
     of: Callable[[Tensor], Tensor]  # ζ (..., s) -> coordinates (..., s)
     back: Callable[[Tensor], Tensor]
@@ -54,15 +54,15 @@ class Hierarchy(NamedTuple):
     mean: Tensor  # (d, m) E θ_k = mean · μ
     covariance: Callable[[Tensor], Tensor]  # ζ (..., s) -> S (..., d, d)
     scales: Callable[[Tensor, Tensor], Tensor]  # (E θθ' about μ (d, d), log σ² ()) -> ζ (s,) that would give it
-    prior: Prior  # of φ
+    prior: Prior  # prior of φ
     coefficients: tuple[str, ...] = ()  # names of θ_k
-    random: tuple[int, ...] = ()  # numbers of those that differ between devices
-    components: Components | None = None  # `covariance` by its entries; None where it is known as a whole only
-    coordinates: Coordinates | None = None  # for maximisation; None where ζ itself are such
+    random: tuple[int, ...] = ()  # positions of those that differ between devices
+    components: Components | None = None  # `covariance` by its entries; None if only the whole is defined
+    coordinates: Coordinates | None = None  # for maximisation; None if ζ itself can be used
 
     @property
     def varying(self) -> Tensor:
-        """Return the numbers of the coefficients that φ leaves unknown, `(e,)`: the variance of others is zero."""
+        """Return the positions of the coefficients that φ does not determine, `(e,)`: those with positive variance."""
         zeta = gaussian.moments(self.prior.completed()).mean[self.mean.shape[1] :]
         return (self.covariance(zeta).diagonal() != 0).nonzero()[:, 0]
 
@@ -87,11 +87,11 @@ def normal(
         random: numbers or names of the coefficients that differ between devices; default: all. The others are fixed
             effects, θ_kj = μ_j.
         correlated: whether the random coefficients are.
-        mean, sd: of the prior of μ, numbers or `(d,)`, in the units of the coefficients, response per feature: sd 1
-            says that means beyond ±2 are unlikely, whatever the units. Standardise features and response, or give an
-            sd for each in theirs.
+        mean, sd: of the prior of μ, numbers or `(d,)`, in the units of the coefficients, response per feature: with sd
+            1, means beyond ±2 are unlikely in any units. Standardise features and response, or give an sd for each in
+            theirs.
         variance: hyperprior of x_j = log τ_j, one or one for each, in those units squared; default: log-normal(0, 1),
-            by which devices differ by about 1, too.
+            by which devices also differ by about 1.
         names: of the coefficients; default: "0", "1", ….
 
     >>> hierarchy = normal(2, names=["intercept", "slope"])
@@ -148,7 +148,7 @@ def normal(
         return torch.cat([coordinates[..., :r] - beyond(dependence), dependence], -1)
 
     def beyond(dependence: Tensor) -> Tensor:
-        """Return the logarithms of whole variances in units of those given the coefficients before."""
+        """Return the logarithms of marginal variances in units of those given the coefficients before."""
         squares = torch.zeros_like(dependence[..., :1]).expand(*dependence.shape[:-1], r)
         return squares.index_add(-1, row, dependence.square()).log1p()
 

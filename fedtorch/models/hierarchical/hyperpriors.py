@@ -2,8 +2,8 @@ r"""Priors of shared parameters: a normal density times factors of one coordinat
 
 Scales enter as logarithms. A `Hyperprior` is the prior of one such coordinate x: `log_normal` is a normal density of x,
 `non_informative` an exponential of x, which both are natural parameters; `half_cauchy` is a factor of another form,
-for which expectation propagation keeps a site. A scale is exp(x · power): power is ½ where x is the logarithm of a
-variance, and 1 where it is that of the scale itself.
+approximated by a site in expectation propagation. A scale is exp(x · power): power is ½ if x is the logarithm of a
+variance, and 1 if it is that of the scale itself.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
 penalized regression"; Gelman (2006), "Prior distributions for variance parameters in hierarchical models".
@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from fedtorch._lazy import only
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
 __all__ = ["half_cauchy", "log_normal", "non_informative"]
+__dir__ = only(__all__)
 
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side
 _SWEEPS = 20
-_WIDEST = 60.0  # of a factor on its own
+_WIDEST = 60.0  # of a factor alone
 
 
 class Hyperprior(NamedTuple):
@@ -50,7 +52,7 @@ class Hyperprior(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A part of a prior that is not normal: of coordinate number `coordinate` of φ."""
+    """A part of a prior that is not normal, in coordinate number `coordinate` of φ."""
 
     coordinate: int
     log_density: Callable[[Tensor], Tensor]
@@ -66,7 +68,7 @@ class Prior(NamedTuple):
     tensor([0., 2.], dtype=torch.float64)
     """
 
-    normal: Natural  # its normal part, which may be improper
+    normal: Natural  # normal part, which may be improper
     factors: tuple[Factor, ...] = ()
 
     def replaced(self, normal: Natural) -> Prior:
@@ -79,7 +81,7 @@ class Prior(NamedTuple):
         around = torch.linspace(-_WIDEST, _WIDEST, 20_001, dtype=torch.float64)
         shifts, precisions = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
         for factor in self.factors:
-            x = around + torch.softmax(factor.log_density(around), 0) @ around  # where it is, whatever its scale
+            x = around + torch.softmax(factor.log_density(around), 0) @ around  # its location, for any scale
             weight = torch.softmax(factor.log_density(x), 0)
             mean = (weight * x).sum()
             precision = 1 / (weight * (x - mean).square()).sum()
@@ -90,7 +92,7 @@ class Prior(NamedTuple):
         )
 
     def completed(self) -> Natural:
-        """Return a density: the prior with its factors' sites, and unit precision where it has none."""
+        """Return a density: the prior with its factors' sites, and unit precision in coordinates without any."""
         precision = gaussian.unpack(self.normal.precision).clone()
         shift, sites = self.normal.shift.clone(), self.sites
         for i, factor in enumerate(self.factors):
@@ -108,7 +110,7 @@ def log_normal(mean: float = 0.0, sd: float = 1.0) -> Hyperprior:
 
 
 def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
-    """Return exp(x · power) is half-Cauchy with this scale.
+    """Build the hyperprior for which exp(x · power) is half-Cauchy with this scale.
 
     >>> import torch
     >>> half_cauchy(power=1.0).log_density(torch.tensor(0.0)).exp()  # s / (1 + s²), s = eˣ = 1
@@ -121,7 +123,7 @@ def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
 
 
 def non_informative(power: float = 0.5) -> Hyperprior:
-    """Return the density of exp(x · power) is flat; improper, so that it needs more than one client.
+    """Build the hyperprior for a flat density of exp(x · power); it is improper and needs more than one client.
 
     >>> non_informative(power=0.5)[:2]  # of x = log τ: exp(x / 2)
     (0.5, 0.0)
@@ -151,12 +153,12 @@ def prior(mean: Tensor, covariance: Tensor, hyperpriors: Sequence[Hyperprior]) -
 def renewed(base: Natural, sites: Natural, factors: Sequence[Factor]) -> Natural:
     """Return the factors' sites after some sweeps of expectation propagation, `(F,)`.
 
-    A site whose cavity is no density, or whose renewal would make the product none, stays.
+    A site whose cavity is not a density, or whose update would make the product improper, stays.
 
     Args:
-        base: all of q but these sites.
-        sites: as they are, `(F,)`.
-        factors: what they stand for.
+        base: all of q except these sites.
+        sites: present sites, `(F,)`.
+        factors: the factors that they approximate.
 
     >>> import torch
     >>> base, none = Natural(torch.zeros(1).double(), torch.ones(1).double()), torch.zeros(1).double()

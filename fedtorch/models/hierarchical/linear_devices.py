@@ -52,20 +52,20 @@ def linear(
     rule: QuadratureRule | None = None,
     statistics: Callable[[Any, int], SufficientStatistics] | None = None,
 ) -> Model:
-    """Return linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), as far as rows have an offset or a weight.
+    """Build linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), for rows with an optional offset and weight.
 
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
         noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
-            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5). Variances
-            that devices know otherwise, such as eight schools' standard errors, are weights 1/σ_k² of their rows, with
+            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5). Otherwise
+            known variances, such as eight schools' standard errors, are weights 1/σ_k² of the devices' rows, with
             noise=1.0.
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
-        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are,
-            those of responses about the client's least squares fit.
+        statistics: (a block's rows, d) -> their sums, the only use of the rows; default: the plain sums over rows, for
+            responses about the client's least squares fit.
 
     Raises:
-        TypeError: variances of devices by their number, which a device's rows do not tell.
+        TypeError: variances by device number, which does not follow from a device's rows.
         ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
             device for which `noise` gives no positive variance.
     """
@@ -125,10 +125,10 @@ def linear(
 
 
 def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePosterior:
-    """Return new devices' posteriors from q(φ) and their own few rows: no other device takes part.
+    """Return new devices' posteriors from q(φ) and their own few rows, without any other device.
 
     Args:
-        model: that q(φ) was learnt with.
+        model: the model of q(φ).
         posterior: q(φ).
         data: a block of the new devices' rows, such as `data.stack([0, 1])`; a device may have none.
 
@@ -164,12 +164,12 @@ class _Data(NamedTuple):
     """The statistics of `K` devices' rows for the linear model."""
 
     rows: Reduced
-    log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
+    log_noise: Tensor  # (K,) if the noise is known, and 0 if it is learnt
     log_weights: Tensor  # (K,) Σ log w, where a row's variance is σ² / w
 
 
 def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
-    """Return the linear model, exactly: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) stand for all rows.
+    """Return the exact linear model: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) represent all rows.
 
     Args:
         data: the rows.
@@ -216,7 +216,7 @@ def _marginal(
     log_noise: Tensor,
     spelled: Callable[[], Conditional],
 ) -> Conditional:
-    """Return the same from the components of Σ, which is spelled out for the moments of θ_k only."""
+    """Return the same from the components of Σ, whose full form is needed for the moments of θ_k only."""
     root = data.root
     centre = data.misfit(given.mean[:, None])[:, 0]
     shared, slope, variance = root.mT @ given.shared @ root, given.slope @ root, log_noise.exp()
@@ -233,7 +233,7 @@ def _marginal(
 
 
 def _log_evidence(data: Reduced, log_noise: Tensor, variance: Tensor, deviance: Tensor) -> Tensor:
-    """Return the log evidence of all rows from log |M| + u'M⁻¹u of the d rows that stand for them."""
+    """Return the log evidence of all rows from log |M| + u'M⁻¹u of the d representative rows."""
     count, d = data.count[:, None], data.response.shape[1]
     rows = count * math.log(2 * math.pi) + (count - d) * log_noise + data.rest[:, None] / variance
     return -0.5 * (rows + deviance)

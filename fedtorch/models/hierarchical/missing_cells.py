@@ -1,15 +1,15 @@
 r"""Regressions of rows with missing covariates, which are integrated out under a normal distribution of the columns.
 
 With :math:`z_m \mid z_o \sim N(m, C)` of a row's missing columns given its observed ones, the row's columns of x are
-:math:`\hat x + R u` with standard normal u, as far as the formula is linear in what is missing. So the predictor is
-normal given θ, of variance :math:`v(\theta) = |R'\theta|^2`:
+:math:`\hat x + R u` with standard normal u, if the formula is linear in the missing values. The predictor is then
+normal given θ, with variance :math:`v(\theta) = |R'\theta|^2`:
 
 .. math::
     p(y \mid \theta) = \int p(y \mid \hat x'\theta + s)\, N(s; 0, v(\theta))\, ds ,
 
-which for Gaussian y is :math:`N(y; \hat x'\theta, \sigma^2 + v(\theta))` and otherwise is found by Gauss–Hermite nodes
-in s. θ enters the variance, so that a device's factor is integrated about its mode over all coefficients.
-The normal distribution is taken as known: intervals do not know what is uncertain of it.
+which for Gaussian y is :math:`N(y; \hat x'\theta, \sigma^2 + v(\theta))` and otherwise is computed by Gauss–Hermite
+nodes in s. θ enters the variance, so a device's factor is integrated about its mode over all coefficients. The normal
+distribution is treated as known: intervals ignore its uncertainty.
 
 Source: Ibrahim, Chen, Lipsitz, Herring (2005), "Missing-data methods for generalized linear models: a comparative
 review", JASA 100, section 3; Little and Rubin (2019), "Statistical Analysis with Missing Data", chapter 11.
@@ -39,19 +39,19 @@ from fedtorch.models.incomplete_normal import Normal, conditional as conditional
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 from fedtorch.models.rows import Observations
 
-_POINTS = 9  # over a missing predictor
-_FEW = 4  # coefficients of which a rule over all has few nodes
-_TINY = 1e-8  # variance of a predictor, so that its sd has derivatives
+_POINTS = 9  # nodes over a missing predictor
+_FEW = 4  # most coefficients for which a rule over all has few nodes
+_TINY = 1e-8  # least variance of a predictor, so that its sd has derivatives
 _LINEAR = ("", "C", "center", "scale")  # functions of formulas
 _FAMILIES = {"gaussian": GAUSSIAN, "logistic": LOGISTIC, "binomial": LOGISTIC, "poisson": POISSON}
 
 
 class _Data(NamedTuple):
-    """Rows that have a response, zero where there is none."""
+    """Rows with a response, zero on padding."""
 
     rows: smooth.Rows
     y: Tensor  # (K, N)
-    weight: Tensor  # (K, N) zero where there is no row
+    weight: Tensor  # (K, N) zero on padding
     trials: Tensor  # (K, N)
     count: Tensor  # type: ignore[assignment]  # (K,)
 
@@ -72,7 +72,7 @@ def regression(
         design: of the formula.
         hierarchy: of its coefficients.
         family: "gaussian", "logistic", "binomial" or "poisson".
-        normal: of the columns that the formula reads, the response last.
+        normal: of the formula's columns, the response last.
         rule: nodes over the variances.
         noise: hyperprior of log σ², of the Gaussian family.
         inner: nodes over all coefficients of a client; default: those of `generalised` for up to four, and Laplace's
@@ -202,7 +202,7 @@ def _prepared(design: Design, family: Family, normal: Normal, data: Any) -> _Dat
 
 
 def _client(design: Design, expected: Tensor, factor: Tensor, response: Tensor) -> dict[str, Tensor]:
-    """Return a client's rows: what is expected of x, and how it moves with each missing column's share."""
+    """Return a client's rows: the expected x, and its dependence on each missing column's share."""
     columns = RawColumns(design)
     make = lambda cells: design.rows_of(columns.cells(torch.cat([cells, response], 1)))
     x, y, *more = make(expected)
@@ -233,7 +233,7 @@ def _check_linear(design: Design, gone: Tensor) -> None:
 
 
 def _bent(design: Design, raw: RawColumns, lacking: set[str]) -> list[str]:
-    """Return coefficients and offsets that are not linear in what is missing."""
+    """Return coefficients and offsets of terms that are not linear in missing values."""
     offsets = [(quantity.column, quantity.name) for quantity in design.parsed.offset]
     offsets += [(design.offset, design.offset)] if design.offset else []
     bad = [name for column, name in offsets if column in lacking]

@@ -1,9 +1,10 @@
-r"""Generalised linear models of many clients, each with a normal penalty of its own: mode and curvature, stacked.
+r"""Generalised linear models of many clients, each with its own normal penalty: mode and curvature, stacked.
 
-Client k's coefficients minimise :math:`-\sum_i \log p(y_{ki} \mid x_{ki}'\theta) + \tfrac{\lambda_k}{2} \|\theta\|^2
-- \langle h_k, \theta\rangle`. Steps of Newton's method are those of iteratively reweighted least squares, links being
-canonical; one that goes up is halved. Without a penalty, responses that are told apart have no finite mode: steps end
-where they gain nothing more.
+Client k's coefficients minimise
+:math:`-\sum_i \log p(y_{ki} \mid x_{ki}'\theta) + \tfrac{\lambda_k}{2} \|\theta\|^2 - \langle h_k, \theta\rangle`.
+Steps of Newton's method are those of iteratively reweighted least squares, links being canonical; a step that increases
+the objective is halved. Without a penalty, separable responses have no finite mode: steps end where they gain nothing
+more.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(4, 1), torch.tensor([2.0, 4.0, 3.0, 3.0]))])
@@ -29,11 +30,11 @@ from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, R
 FAMILIES = {"logistic": BINARY, "poisson": COUNTS}
 
 _STEPS, _HALVES = 100, 40
-_STILL = 1e-13  # twice what a last step gains, relative to the objective and 0.1, after which another is rounding
+_STILL = 1e-13  # twice the gain of a last step, relative to the objective and 0.1; further steps are rounding
 
 
 def check_family(family: str) -> None:
-    """Raise ValueError unless there is such a family, beside the normal one."""
+    """Raise ValueError for an unknown family other than the normal one."""
     if family not in FAMILIES:
         raise ValueError(f"Expected the family {' or '.join(map(repr, ('gaussian', *FAMILIES)))}, but got {family!r}")
 
@@ -71,7 +72,7 @@ def negative_log_likelihood(family: str, rows: Rows, theta: Tensor) -> Tensor:
 
 
 def null_information(family: str, rows: Rows, y: Tensor) -> Tensor:
-    """Return the weight of a row where all have one mean, `(K,)`, with half a response more so that it is positive."""
+    """Return the weight of a row if all have one mean, `(K,)`, with half a response more so that it is positive."""
     count = rows.count.to(torch.float64)
     mean = ((y * rows.mask).sum(1) + 0.5) / (count + 1)
     return mean * (1 - mean).clamp(min=1 / (4 * (count + 1))) if family == "logistic" else mean
@@ -82,15 +83,15 @@ def penalised_mode(
 ) -> Tensor:
     """Return the minimiser of the penalised negative log-likelihood `(K, d)`, or where `steps` lead to.
 
-    Directions that neither rows nor penalty know stay as they are at the start.
+    Directions without information in rows and penalty stay at the start.
 
     Args:
         family: a name of `FAMILIES`.
-        rows: of `observed`.
+        rows: from `observed`.
         start: `(K, d)`.
         precision: λ `(K,)`, not negative.
         shift: h `(K, d)`.
-        steps: at most so many; default: until steps are rounding.
+        steps: most steps; default: until steps are rounding.
     """
     precision, rows = precision.to(start), rows.trimmed()
 

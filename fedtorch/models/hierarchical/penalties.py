@@ -4,7 +4,7 @@ Lasso: a Laplace density of diversity σ/λ on each coefficient. Ridge: N(0, σ�
 exp(−λ₁|θ|/σ − λ₂θ²/(2σ²)), normalised. Fused lasso: exp(−λ₁|θ_j|/σ − λ₂|θ_j − θ_{j−1}|/σ), normalised over θ.
 Horseshoe: N(0, s²τ²σ²) with s half-Cauchy.
 
-The paper prints N(0, σ/λ) for the ridge, where σ²/λ is meant (Van Erp et al., section 3.1).
+The paper prints N(0, σ/λ) for the ridge instead of σ²/λ (Van Erp et al., section 3.1).
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
 penalized regression".
@@ -23,7 +23,7 @@ from torch import Tensor
 from fedtorch.models.hierarchical import _sites as sites
 from fedtorch.models.hierarchical._sites import Moments1
 
-_FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # of the grid of the fused lasso's normaliser
+_FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # grid of the fused lasso's normaliser
 
 
 class ShrinkagePrior(NamedTuple):
@@ -39,7 +39,7 @@ class ShrinkagePrior(NamedTuple):
     names: tuple[str, ...]  # of the penalties
     contrasts: Tensor  # (m, d) A
     ridge: Callable[[Tensor, Tensor], Tensor]  # (ζ (..., s), log σ² (...)) -> b (...)
-    rates: Callable[[Tensor, Tensor], Tensor]  # -> (..., m), what `site` takes
+    rates: Callable[[Tensor, Tensor], Tensor]  # -> (..., m), input of `site`
     log_normaliser: Callable[[Tensor, Tensor], Tensor]  # -> log ∫ exp(−b|θ|²/2) ∏ t(Aθ) dθ (...)
     scales: Callable[[Tensor, Tensor], Tensor]  # (mean square of the coefficients (), log σ² ()) -> ζ (s,) to start at
     site: Callable[[Tensor, Tensor, Tensor], Moments1]  # (m, v, rate) -> moments of N(u; m, v) t(u)
@@ -74,7 +74,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
 
     Args:
         features: d.
-        l1, l2: values of λ₁ and λ₂; None for those that are learnt. With `l1=0` it is the ridge, with `l2=0` the lasso.
+        l1, l2: values of λ₁ and λ₂; None for learnt ones. With `l1=0` it is the ridge, with `l2=0` the lasso.
 
     >>> import torch
     >>> penalty, log_noise = elastic_net(features=2, l1=3.0), torch.tensor(0.0).double()  # σ = 1
@@ -119,7 +119,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
 
 
 def fused_lasso(features: int) -> ShrinkagePrior:
-    """Return exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something.
+    """Build the prior exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ), for coefficients in a meaningful order.
 
     >>> fused_lasso(features=2).contrasts  # each coefficient, and their difference
     tensor([[ 1.,  0.], [ 0.,  1.], [-1.,  1.]], dtype=torch.float64)

@@ -1,9 +1,9 @@
 r"""Projections of a density times a factor onto the normal densities, for any factor f(φ).
 
-A projection takes the cavity and returns two sets of moments: `tilted`, of cavity times factor, and `reference`, of the
-cavity itself as the same nodes or draws see it. Expectation propagation uses the difference of their natural
-parameters, so that errors common to both cancel. (Independent draws of tilted moments alone add up to an error of
-159 % over a thousand clients with two thousand draws each, differences from the same draws to 5 %.)
+A projection maps the cavity to two sets of moments: `tilted`, of cavity times factor, and `reference`, of the cavity
+itself by the same nodes or draws. Expectation propagation uses the difference of their natural parameters, so that
+common errors cancel. (Independent draws of tilted moments alone add up to an error of 159 % over a thousand clients
+with two thousand draws each, differences from the same draws to 5 %.)
 
 A factor is `log_factor(phi, data)`: φ `(K, R, p)`, the clients' prepared data -> `(K, R)`. It need not be normalised.
 
@@ -31,7 +31,7 @@ class Projected(NamedTuple):
     """Moments `(K, p)`, `(K, p, p)`; `Projection` and `quadrature` have examples."""
 
     tilted: Moments  # of cavity times factor
-    reference: Moments  # of the cavity, as the same nodes see it
+    reference: Moments  # of the cavity, by the same nodes
 
 
 class Start(NamedTuple):
@@ -79,13 +79,13 @@ LogFactor = Callable[[Tensor, Any], Tensor]
 
 
 def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None, *, apart: bool = False) -> Projection:
-    """Return moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
+    """Build a projection by nodes that adapt to the product; see `fedtorch.models.quadrature`.
 
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
         rule: for all p dimensions; default: a product rule for up to four, quasi-random points beyond.
-        apart: whether all leaves of the data are `(K, ...)`, so that clients whose nodes stay are left out of moves of
-            the others: for a factor that is dear.
+        apart: whether all leaves of the data are `(K, ...)`, so that finished clients are left out of moves of the
+            others: for an expensive factor.
 
     >>> import torch
     >>> factor = lambda phi, y: -0.5 * (phi[..., 0] - y).square()  # y ~ N(φ, 1)

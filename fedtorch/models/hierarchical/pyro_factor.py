@@ -1,6 +1,6 @@
 r"""A user's own Pyro model as the local factor of expectation propagation.
 
-The model takes the shared parameters φ `(p,)` and a client's rows, samples its own latent variables θ and observes::
+The model receives the shared parameters φ `(p,)` and a client's rows, samples its own latent variables θ and observes::
 
     def model(phi, x, y):
         slope = pyro.sample("slope", Normal(phi[0], phi[1].exp()))
@@ -10,15 +10,15 @@ The model takes the shared parameters φ `(p,)` and a client's rows, samples its
     run = ft.run(ft.ep(pyro_factor(model).model(prior)), population, rounds=30, until=settled())
 
 The factor f(φ) = ∫ p(y, θ | φ) dθ is integrated around the mode of θ, in unconstrained coordinates: the nodes of a
-rule, moved to the mode and scaled by the curvature there, weigh what the normal approximation gets wrong. So θ must
-be continuous and its support must not depend on φ.
+rule, moved to the mode and scaled by the curvature there, correct the error of the normal approximation. So θ must be
+continuous and its support must not depend on φ.
 
 Clients and nodes are evaluated together by `torch.vmap`, so that a client costs little beside the model's Python code.
-Clients of different numbers of rows are filled up with copies of a row, and a mask takes these out of the observations
-in a `pyro.plate` of as many. A model whose density that changes, which one client tells (a latent variable for each
-row, observations outside a plate, a mean over rows), has clients of equally many rows together. Nodes of φ
-find their place with few nodes of θ, from modes that the last ones foretell. A client of three latent variables, which
-have 343 nodes, costs several times what one of two does.
+Clients of different sizes are padded with copies of a row, and a mask removes these from the observations in a
+`pyro.plate` of that size. If padding changes a model's density, which one client shows (a latent variable for each row,
+observations outside a plate, a mean over rows), only clients of equal size are stacked. Nodes of φ are first placed
+with few nodes of θ, from modes that the previous ones predict. A client with three latent variables, which have 343
+nodes, costs several times as much as one with two.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), "Pyro".
 """
@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch._lazy import only
 from fedtorch.data import BadClients
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
@@ -49,28 +50,29 @@ from fedtorch.models.rows import refuse
 from fedtorch.stacked_layers import WithoutReading
 
 __all__ = ["pyro_factor"]
+__dir__ = only(__all__)
 
-_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
+_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs as nodes
 _AROUND = 7  # points for each of two latent variables around their mode
-_STILL = 0.03  # sds, a step to the mode that is the last one: what integrates about the mode sees the rest
-_ROUGH = 0.1, 5  # the same, and evaluations, while the place of nodes of φ is sought
-_ALONE = 3  # nodes for which the mode between them is not sought first
-_CHUNK = 2**18  # rows at nodes of φ whose modes are sought at once
-_LEAST = 1e-9  # of each variance of nodes, what is added to tell apart directions in which they do not vary
-_BEYOND = 1.0  # ranges of the modes before, by which a foretold one may lie outside
+_STILL = 0.03  # sds of the last step to the mode: integration about the mode covers the rest
+_ROUGH = 0.1, 5  # the same, and evaluations, while nodes of φ are placed
+_ALONE = 3  # most nodes without a preliminary search for the mode between them
+_CHUNK = 2**18  # most rows times nodes of φ in a search for modes
+_LEAST = 1e-9  # relative variance added in directions in which nodes do not vary
+_BEYOND = 1.0  # how far outside a predicted mode may lie, in ranges of the previous modes
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
     """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
 
-    Clients and nodes of φ are taken at once by `torch.vmap`.
+    Clients and nodes of φ are evaluated at once by `torch.vmap`.
 
     Args:
-        model: (φ `(p,)`, rows …) -> anything; the rows are the leaves of the data in order, `(n_k, ...)`.
+        model: (φ `(p,)`, rows …) -> ignored; the rows are the leaves of the data in order, `(n_k, ...)`.
         rule: nodes over the latent variables; default: 7 × 7 for two, else `quadrature.default_rule`.
 
     Raises:
-        ValueError: when it is used, a latent variable is discrete.
+        ValueError: in use, a latent variable is discrete.
 
     >>> import pyro, torch, fedtorch as ft
     >>> from pyro.distributions import Normal
@@ -97,7 +99,7 @@ class PyroFactor:
 
     def __init__(self, program: Callable[..., Any], rule: QuadratureRule | None) -> None:
         self.program, self.rule = program, rule
-        self._filled: bool | None = None  # whether clients may be filled up; None until one has told
+        self._filled: bool | None = None  # whether clients may be padded; None until it has been tested
 
     def __call__(self, phi: Tensor, data: Any) -> Tensor:
         """Return log f at the nodes φ, `(K, R)`."""
@@ -115,8 +117,8 @@ class PyroFactor:
             rule: nodes over φ; default: a product rule in two dimensions, two spherical designs in up to twenty.
 
         Raises:
-            ValueError: another number of names than coordinates; when a run begins, a client without rows, or with rows
-                that the program cannot observe.
+            ValueError: numbers of names and coordinates differ; at the start of a run, a client without rows, or with
+                rows that the program cannot observe.
 
         >>> import pyro, torch, fedtorch as ft
         >>> from fedtorch.federation.algorithms.ep import devices, posterior, settled
@@ -139,7 +141,7 @@ class PyroFactor:
         if len(names) != size:
             raise ValueError(f"Expected a name for each of {size} coordinates of phi, but got {len(names)}")
         if rule is None and _FEW < size <= _MANY:
-            rule = two_shells(size)  # a product rule would ask for the mode of θ at hundreds of nodes
+            rule = two_shells(size)  # a product rule would need the mode of θ at hundreds of nodes
         project = partial(self._project, rule)
         return Model(
             names=names,
@@ -158,9 +160,9 @@ class PyroFactor:
         return DevicePosterior(weights, latent.mean, latent.covariance, torch.full_like(weights, torch.nan))
 
     def devices(self, cavity: Moments, data: Any, *, rule: QuadratureRule | None = None) -> DevicePosterior:
-        """Return the posterior of each client's θ given its rows and what the others know of φ.
+        """Return the posterior of each client's θ given its rows and the others' information about φ.
 
-        θ is in unconstrained coordinates, latent variables in the order in which the model samples them.
+        θ is in unconstrained coordinates, latent variables in the model's order of sampling.
 
         >>> import pyro, torch, fedtorch as ft
         >>> from pyro.distributions import Normal
@@ -183,9 +185,9 @@ class PyroFactor:
         return Projected(weighted(nodes.nodes, nodes.weights), cavity)
 
     def _tilted(self, rule: QuadratureRule | None, cavity: Moments, data: Any, factors: bool = False) -> Nodes:
-        """Return nodes of φ, with what is known of θ at them unless only factors are asked for.
+        """Return nodes of φ, with the moments of θ at them unless only factors are needed.
 
-        The place of the nodes is sought with few nodes of θ first, about modes that are not sought exactly.
+        Nodes are first placed with few nodes of θ, about approximate modes.
         """
         chosen, starts = default_rule(cavity.mean.shape[1]) if rule is None else rule, Starts(len(cavity.mean))
         every = torch.arange(len(cavity.mean))
@@ -207,7 +209,7 @@ class PyroFactor:
         return tilt(cavity, exact(every), chosen, only=exact, rough=(rough(every), rough))
 
     def _latent(self, phi: Tensor, data: Any, starts: Starts | None = None, which: Tensor | None = None) -> Integrated:
-        """Return what is known of θ at every φ."""
+        """Return the integrals over θ at every φ."""
         parts, order = self._parts(phi, data, Starts(len(phi)) if starts is None else starts, which)
         sizes = {part.mean.shape[-1] for part in parts}
         if len(sizes) > 1:
@@ -225,12 +227,12 @@ class PyroFactor:
     def _parts(
         self, phi: Tensor, data: Any, starts: Starts, which: Tensor | None = None, rough: bool = False
     ) -> tuple[list[Integrated], Tensor]:
-        """Return what is known of θ, clients together that can be, and the order that puts these in theirs.
+        """Return the integrals over θ, with stackable clients together, and the order that restores the clients'.
 
         Args:
             phi: nodes `(K, R, p)`.
             data: of the clients.
-            starts: of the search for modes, where this one is kept.
+            starts: stores of modes as starts of the search.
             which: their numbers in `starts`; default: the first ones.
             rough: whether by few nodes of θ.
         """
@@ -255,7 +257,7 @@ class PyroFactor:
         return parts, torch.cat(chunks).argsort().to(phi.device)
 
     def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor) -> list[Tensor]:
-        """Return the clients of each evaluation, so many that its arrays stay small; nodes of θ are taken in parts."""
+        """Return chunks of clients whose arrays stay small; nodes of θ are processed in parts."""
         size = max(1, _CHUNK // max(1, phi.shape[1] * leaf.shape[1]))
         return [part for ids in groups for part in ids.split(size)]
 
@@ -267,7 +269,7 @@ class PyroFactor:
     def _stacked(
         self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor, starts: Starts, which: Tensor, rough: bool
     ) -> Integrated:
-        """Return what is known of θ of some clients, filled up to the largest of them."""
+        """Return the integrals over θ of some clients, padded to the largest of them."""
         ids = ids.to(phi.device)
         phi, count = phi[ids], count[ids]
         most = int(count.max())
@@ -313,20 +315,20 @@ class PyroFactor:
 
 
 def _few_nodes(size: int) -> QuadratureRule | None:
-    """Return the rule over θ while the place of nodes of φ is sought."""
+    """Return the rule over θ while nodes of φ are placed."""
     if size < 2:
         return gauss_hermite(size, 5)
     return two_shells(size) if size <= _MANY else None
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
-    """Return the hierarchy of a program, which says nothing of coefficients: φ is all there is."""
+    """Return the hierarchy of a program without named coefficients: φ alone."""
     nothing = lambda zeta, *_: zeta.new_zeros(*zeta.shape[:-1], 0, 0)
     return Hierarchy(names, prior.normal.shift.new_zeros(0, len(names)), nothing, nothing, prior)
 
 
 def _checked(program: Callable[..., Any], phi: Tensor, data: Any) -> Any:
-    """Return data of which each client has rows, and such as the program can observe at the prior's mean φ."""
+    """Check that each client has rows that the program can observe at the prior's mean φ; return the data."""
     import pyro
 
     refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
@@ -344,7 +346,7 @@ def _float64(leaf: Tensor) -> Tensor:
 
 
 class Starts:
-    """The last θ of each client's nodes, of which modes at other nodes are a linear function, nearly.
+    """The last θ at each client's nodes; modes at other nodes are approximately linear in φ.
 
     >>> starts, ids = Starts(1), torch.tensor([0])
     >>> starts.at(ids, torch.tensor([[[0.0]]]), 1)  # nothing is known
@@ -358,7 +360,7 @@ class Starts:
         self._phi = self._theta = torch.zeros(0)
 
     def at(self, ids: Tensor, phi: Tensor, size: int) -> Tensor | None:
-        """Return θ `(M, R, size)` for clients at nodes φ `(M, R, p)`; None where nothing is known of one."""
+        """Return θ `(M, R, size)` for clients at nodes φ `(M, R, p)`; None if a client has none stored."""
         if not bool(self._known[ids].all()):
             return None
         before, theta = self._phi[ids], self._theta[ids, :, :size]
@@ -375,7 +377,7 @@ class Starts:
         return (middle + (phi - centre) @ slope).clamp(least - reach, most + reach)
 
     def keep(self, ids: Tensor, phi: Tensor, theta: Tensor) -> None:
-        """Keep θ `(M, R, d)` at nodes φ `(M, R, p)`."""
+        """Store θ `(M, R, d)` at nodes φ `(M, R, p)`."""
         fits = self._phi.shape[1:] == phi.shape[1:] and self._theta.shape[-1] >= theta.shape[-1]
         if not fits:
             self._known.zero_()

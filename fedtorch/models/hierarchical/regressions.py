@@ -1,17 +1,17 @@
-r"""Regressions by a formula: the hierarchy, its names and its default priors follow from a design.
+r"""Regressions by a formula: the hierarchy, its names and its default priors are derived from a design.
 
-Coefficients are those of the columns as the fit sees them, standardised unless the design says otherwise. By default
+Coefficients belong to the columns as fitted, standardised unless the design says otherwise. By default
 
 .. math::
     \mu_j \sim N(0, (2.5\,s)^2), \qquad \mu_0 \sim N(m, (5\,s)^2), \qquad
     \log \tau_j \sim N(2\log s - 2, 2^2), \qquad \log \sigma^2 \sim N(2 \log s, 3^2),
 
-with mean m and sd s of a Gaussian response less its offsets, as far as the encoding has them, and m = 0, s = 1
-otherwise: a coefficient of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is
-already much, and clients differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
-means of columns stay in, has an sd for that; without an intercept, s of the means is the response's root mean square.
-Thresholds of an ordered response of C levels have normal priors about log-odds k / C, at which levels are alike, with
-the intercept's sd for the first and sd 5 for what the others are more than it, restricted to ascending thresholds.
+with mean m and sd s of a Gaussian response minus its offsets, if the encoding has them, and m = 0, s = 1 otherwise: a
+coefficient of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is already large,
+and clients differ by 0.37 s, up to a factor of e. An intercept far from the rows, because columns are not centred, has
+an sd for that; without an intercept, s of the means is the response's root mean square. Thresholds of an ordered
+response of C levels have normal priors about log-odds k / C, at which levels are equally likely, with the intercept's
+sd for the first and sd 5 for the others' differences to it, restricted to ascending thresholds.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ def regression(
     inner: QuadratureRule | str | None = "default",
     covariates: Normal | None = None,
 ) -> Model:
-    """Return the model of a formula, ready for `ft.ep(model)`: which coefficients there are, and which of them differ.
+    """Build the model of a formula for `ft.ep(model)`: its coefficients, and which of them differ by client.
 
     Args:
-        design: of `ft.data.from_frame(frame, client=…, formula=…).design`.
+        design: from `ft.data.from_frame(frame, client=…, formula=…).design`.
         family: of the response: "gaussian", "logistic" (0 or 1), "binomial" (successes of trials), "poisson", or
             "cumulative" (levels in order, see `cumulative`).
         mean, sd: of the normal prior of the coefficients' means: one number, one for each, or some of them by name. A
-            large sd, such as 100, leaves nearly all to the rows, as lme4 does; of a Gaussian response it is in the
-            response's units per sd of a column, and large is 100 sds of the response. Default: see the module.
+            large sd, such as 100, leaves nearly all to the rows, as in lme4; for a Gaussian response it is in the
+            response's units per sd of a column, and 100 sds of the response are large. Default: see the module.
         variance: hyperprior of the logarithms of the variances between clients, one or one for each.
         noise: hyperprior of log σ², or σ² itself; of the Gaussian family only.
         rule: nodes over the variances; see `hierarchical.linear`.
         inner: nodes over coefficients; see `hierarchical.generalised`. Of the Gaussian family with
             missing cells only.
-        covariates: of rows with missing cells, `from_frame(..., missing="impute")`, the normal distribution of their
+        covariates: for rows with missing cells, `from_frame(..., missing="impute")`, the normal distribution of their
             columns, `ft.run(ft.normal_em(columns=data.design), ft.InProcess(data), rounds=100).server`: cells are
             integrated out under it. See [missing values](../howto/missing.md).
 
@@ -99,9 +99,9 @@ def regression(
     levels = _levels(design, family)
     centre, scale = (0.0, 1.0) if family != "gaussian" or design.encoding.response is None else design.encoding.response
     first = [name == "Intercept" for name in design.columns]
-    reach = scale if any(first) else math.hypot(centre, scale)  # of coefficients that make up the mean between them
+    reach = scale if any(first) else math.hypot(centre, scale)  # of coefficients that jointly form the mean
     level = math.hypot(_INTERCEPT, *(_SLOPE * far for far in design.encoding.centres.values()))
-    cuts = [math.log(k / (len(levels) - k)) for k in range(1, len(levels))]  # where levels are alike
+    cuts = [math.log(k / (len(levels) - k)) for k in range(1, len(levels))]  # at which levels are equally likely
     start = -cuts[0] if cuts else centre
     middles = [start * intercept for intercept in first] + [cut - cuts[0] for cut in cuts[1:]]
     sds = [reach * (level if intercept else _SLOPE) for intercept in first] + [_INTERCEPT] * len(cuts[1:])
@@ -146,7 +146,7 @@ def _check_trials(design: Design, family: str) -> None:
 
 
 def _levels(design: Design, family: str) -> tuple[str, ...]:
-    """Return the levels of an ordered response, none of another."""
+    """Return the levels of an ordered response; None for others."""
     column = design.parsed.response.column
     levels = design.encoding.levels[column].names if column in design.encoding.levels else ()
     if family == "cumulative":
@@ -185,7 +185,7 @@ def _each(argument: str, given: Any, names: Sequence[str], default: Sequence[flo
 
 
 def _prepare(prepare: Callable[[Any], Any], design: Design, data: Any) -> Any:
-    """Prepare a block of rows; errors say which column of the frame y is."""
+    """Prepare a block of rows; errors name the frame's column of y."""
     try:
         return prepare(data)
     except BadClients as error:

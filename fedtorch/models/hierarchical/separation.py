@@ -1,4 +1,4 @@
-"""Signs that a column tells yes from no, or none from some, without error, so that a likelihood has no maximum."""
+"""Detection of separation: a column predicts the response without error, so a likelihood has no maximum."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 _LARGE = 2.5  # of a coefficient per standard deviation of its column, an odds ratio of 12
-_UNSURE = 0.2  # standard error or deviation, as a part of the coefficient
-_PRIOR = 0.07  # of the variance before, what rows leave of it
-_CUT = 1.5  # of a coefficient as above of which rows leave `_HALF`: a prior of sd 2.5 that is cut off has mean 2.0
-_MOVED = 1e-3  # of a coefficient as above, below which rows have not moved it: one of a million moves it by more
-_HALF = 0.1  # of the variance before; half a normal density has 0.36
+_UNSURE = 0.2  # standard error or deviation, relative to the coefficient
+_PRIOR = 0.07  # posterior share of the prior variance
+_CUT = 1.5  # of such a coefficient whose rows leave `_HALF`: a truncated prior of sd 2.5 has mean 2.0
+_MOVED = 1e-3  # least such coefficient that counts as moved by rows: one row of a million moves it by more
+_HALF = 0.1  # of the prior variance; half a normal density has 0.36
 
 
 def warn_of_separation(
@@ -27,20 +27,20 @@ def warn_of_separation(
     helps: str = "merge levels, leave the column out, or choose the prior's sd= with care",
     stacklevel: int = 3,
 ) -> bool:
-    """Warn of coefficients that are large, and unsure or held by the prior, as a likelihood would take to infinity.
+    """Warn about coefficients that are large and uncertain, or limited by the prior, and diverge in a likelihood.
 
     Returns whether it has.
 
     Args:
         names: of the coefficients.
         coefficients, sds: `(d,)`, of columns with standard deviation 1; an sd may be NaN.
-        before: sds under the prior `(d,)`, where there is one: where rows leave more than a little of its variance to a
-            large coefficient, they would have it larger still.
-        fixed: whether a coefficient is the same at all clients, and not the intercept: of these a prior that is cut off
-            at one side is told by what is left of its variance, however few rows have done it.
-        alone: whether rows say nothing of a coefficient by itself, `(d,)`: see `dependence.alone`.
-        helps: what to do.
-        stacklevel: as that of `warnings.warn`.
+        before: sds under the prior `(d,)`, if there is one: rows that leave a large coefficient more than a little of
+            its prior variance would prefer a larger one.
+        fixed: whether a coefficient is the same at all clients, and not the intercept: for these a prior truncated on
+            one side shows in the remaining variance, however few rows cause it.
+        alone: whether rows have no information about a coefficient separately, `(d,)`: see `dependence.alone`.
+        helps: remedy for the message.
+        stacklevel: as for `warnings.warn`.
 
     Source: Albert and Anderson (1984), "On the existence of maximum likelihood estimates in logistic regression
     models".
@@ -62,7 +62,7 @@ def warn_of_separation(
         cut = (size > _CUT) & (sds.square() > _HALF * before.square())
         far |= cut & torch.tensor(fixed, device=cut.device)
     if alone is not None:
-        far |= alone & (size > _MOVED)  # rows had moved it; of a column that is zero nothing ever does
+        far |= alone & (size > _MOVED)  # rows have moved it, which a column of zeros never does
     if bool(far.any()):
         separating = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
         warnings.warn(

@@ -6,8 +6,8 @@ r"""Penalised regression with shared penalties: lasso, ridge, elastic net, fused
 
 with φ the logarithms of the penalties and of σ², and factors t of contrasts A as in `penalties`.
 
-Given φ, θ_k is integrated by expectation propagation over its own factors t: each is replaced by a normal site of its
-contrast, by exact one-dimensional moments. For φ nodes go where a device's tilted distribution is, so that a device's
+Given φ, θ_k is integrated by expectation propagation over its own factors t: each is approximated by a normal site of
+its contrast, by exact one-dimensional moments. Nodes of φ adapt to a device's tilted distribution, so that a device's
 posterior is a mixture over them. The ridge needs no site and is exact.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
+from fedtorch._lazy import only
 from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
@@ -44,6 +45,7 @@ from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations
 
 __all__ = ["elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
+__dir__ = only(__all__)
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -154,7 +156,7 @@ def _sparse(penalty: ShrinkagePrior, data: Reduced, zeta: Tensor, log_noise: Ten
 
 
 def _first_precision(rates: Tensor, gram: Tensor, contrasts: Tensor) -> Tensor:
-    """Return sites to start from, of the order of the factors' own widths, and not below what rows can tell beside."""
+    """Return initial sites of the order of the factors' own widths, and not below the rows' information."""
     return rates.square() / 2 + 1e-6 * gram.diagonal(dim1=-2, dim2=-1) @ contrasts.square().mT
 
 

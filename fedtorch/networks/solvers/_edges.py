@@ -16,7 +16,7 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # (w, dual) ->
 
 
 class EdgeProblem:
-    """A problem seen from its edges, each from its first node to its second.
+    """A problem in terms of its edges, each from its first node to its second.
 
     Args:
         problem: losses, network and α.
@@ -28,7 +28,7 @@ class EdgeProblem:
         self.first, self.second = problem.network.edges.to(problem.cross.device).unbind(1)
         self.strength = problem.alpha * problem.network.weights.to(problem.cross)  # (E,) α A_ij
         self.neighbours = problem.network.neighbour_counts.to(problem.cross)  # (n,)
-        self.curvature = float(2 * problem.gram.diagonal(dim1=1, dim2=2).mean())  # of a loss, on average
+        self.curvature = float(2 * problem.gram.diagonal(dim1=1, dim2=2).mean())  # mean curvature of a loss
         per_edge = 3 * self.curvature / float(self.neighbours.mean().clamp(min=1))
         self.scale = per_edge if per_edge > 0 else 1.0  # of the edges' own curvature
         self._unit = linalg.unit_scale(problem.gram.diagonal(dim1=1, dim2=2).mean(0))  # (d,) of each feature
@@ -71,14 +71,14 @@ class EdgeProblem:
         return max(float(stationary), float(feasible / size.clamp(min=tiny)))
 
     def solve(self, step: Step, scale: float, *, rounds: int, tolerance: float, watch: Watch | None = None) -> Solution:
-        """Take steps from the nodes' own fits and duals of zero until the optimality is within the tolerance.
+        """Take steps from the nodes' own fits and zero duals until the optimality is within the tolerance.
 
         Args:
             step: a round of all nodes and edges.
             scale: of its duals `(E, d)`: times the scale they are in αA_ij ∂φ(w_i − w_j) at a minimiser.
-            rounds: at most so many.
+            rounds: most rounds.
             tolerance: of `optimality`, which is checked every 20 rounds.
-            watch: told (rounds, parameters) after each round; stops the solver by returning something true.
+            watch: called with (rounds, parameters) after each round; a true result stops the solver.
         """
         monitor = Monitor(self.problem, tolerance, rounds, CHECK_EVERY, watch)
         w = self.proximal(torch.zeros_like(self.neighbours))(torch.zeros_like(self.problem.cross))
@@ -98,11 +98,11 @@ class EdgeProblem:
             size = torch.bincount(labels, minlength=count)
             w[:, c] = (w.new_zeros(count).index_add_(0, labels, w[:, c]) / size)[labels]
         clusters = self._components(tied.all(1))[0] if bool(tied.any()) else None
-        monitor.least = torch.inf  # steps that are averaged cannot go astray, and no other parameters have these ties
+        monitor.least = torch.inf  # averaged steps do not diverge, and no other parameters have these ties
         return monitor.solution(w, "local", optimality=lambda w: self.optimality(w, dual), clusters=clusters)
 
     def _components(self, tied: Tensor) -> tuple[Tensor, int]:
-        """Return the component of each node where only tied edges `(E,)` connect, and how many there are."""
+        """Return the component of each node under the tied edges `(E,)` only, and the number of components."""
         from scipy.sparse import coo_matrix
         from scipy.sparse.csgraph import connected_components
 

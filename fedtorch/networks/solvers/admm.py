@@ -1,4 +1,4 @@
-r"""ADMM over the edges: every edge has copies of its two nodes' parameters and makes them agree, more or less.
+r"""ADMM over the edges: every edge has copies of its two nodes' parameters, which the penalty makes agree.
 
 In scaled form, with u the dual of an edge from i to j:
 
@@ -7,9 +7,9 @@ In scaled form, with u the dual of an edge from i to j:
     u \leftarrow (\delta - s) / 2 \\
     w_i &\leftarrow \arg\min_w L_i(w) + \frac\rho2 \sum_j \Big\|w - \frac{w_i + w_j}2 \mp \Big(\frac s2 - u\Big)\Big\|^2
 
-A node hears its neighbours' w_j and does both ends of its edges itself. For the norms s is exactly zero on edges whose
-nodes are equal. With the penalty `equal` this is consensus ADMM: one model per component, unlike `proximal_averaging`
-without a bias.
+A node receives its neighbours' w_j and updates both ends of its edges itself. For the norms s is exactly zero on edges
+with equal nodes. With the penalty `equal` this is consensus ADMM: one model per component, without the bias of
+`proximal_averaging`.
 
 Source: Hallac, Leskovec and Boyd (2015), "Network lasso: clustering and optimization in large graphs"; Boyd et al.
 (2011), "Distributed optimization and statistical learning via ADMM".
@@ -48,7 +48,7 @@ def admm(
         problem: losses, network and α.
         penalty: φ: `squared`, `norm2`, `norm1`, `equal` or another.
         rho: strength ρ of the constraint; default: three times the losses' mean curvature per neighbour.
-        rounds: at most so many.
+        rounds: most rounds.
         tolerance: of the optimality, the Karush–Kuhn–Tucker conditions' relative residual, checked every 20 rounds.
         watch: see `fedgd`.
 

@@ -1,15 +1,16 @@
 r"""Chebyshev iteration: as quick as conjugate gradients up to a factor, without sums over the network.
 
 With P the diagonal blocks of Q, the eigenvalues of P⁻¹Q are below 2, because 2P − Q has blocks Q_i and the signless
-Laplacian of the network, none of them negative. Only the smallest is needed; it is estimated from some rounds of
-conjugate gradients, which are Lanczos rounds, need two sums over the network each, and bring the parameters forward
-themselves. From then on a node hears its neighbours only:
+Laplacian of the network, all positive semi-definite. Only the smallest eigenvalue is needed; it is estimated from some
+rounds of conjugate gradients, which are Lanczos rounds, need two sums over the network each, and also improve the
+parameters. From then on a node receives its neighbours' messages only:
 
 .. math:: \delta \leftarrow \rho' \rho\, \delta + \frac{2\rho'}{c} P^{-1} r, \qquad w \leftarrow w + \delta, \qquad
     r \leftarrow r - Q\delta, \qquad \rho' = 1 / (2m/c - \rho)
 
-for eigenvalues between m − c and m + c. If the residual falls much slower than it has to, there are smaller eigenvalues
-than was thought. They dominate it by then, so that its Rayleigh quotient tells them, and the iteration starts again.
+for eigenvalues between m − c and m + c. If the residual falls much more slowly than predicted, there are smaller
+eigenvalues than estimated. They dominate the residual by then, so its Rayleigh quotient estimates them, and the
+iteration restarts.
 
 Source: Golub and Varga (1961); Saad, "Iterative methods for sparse linear systems", Algorithm 12.1.
 
@@ -33,7 +34,7 @@ from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch, start_at
 
 _SLOW = 0.3  # a fall of the residual in a window that shows no convergence
-_MARGIN = 0.5  # Ritz values come down to the eigenvalue; too small an estimate costs less than too large a one
+_MARGIN = 0.5  # Ritz values decrease to the eigenvalue; too small an estimate costs less than too large a one
 
 
 def chebyshev(
@@ -48,13 +49,13 @@ def chebyshev(
 ) -> Solution:
     """Solve by Chebyshev iteration (local after its Lanczos rounds), quick for a network without a server.
 
-    Returns the solution of least norm: where there are several, nodes of a component average once at the end.
+    Returns the solution of least norm: if there are several, nodes of a component average once at the end.
 
     Args:
         problem: squared penalty.
         lanczos_rounds: rounds of conjugate gradients that estimate the smallest eigenvalue; they are counted.
         smallest: the smallest non-zero eigenvalue of P⁻¹Q if it is known, which saves the sums of these rounds.
-        rounds: at most so many in all.
+        rounds: most rounds in all.
         tolerance: of `LinearProblem.optimality`, which is checked every 20 rounds; 0 takes all rounds.
         start: `(n, d)`; default: zeros.
         watch: see `fedgd`.
@@ -83,10 +84,10 @@ def chebyshev(
 
 
 def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bool:
-    """Iterate from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
+    """Iterate from `state`, in place, until the solution (True), or until `smallest` proves too large (False)."""
     w, r, problem = state.w, state.residual, state.problem
     middle, half = (2 + smallest) / 2, (2 - smallest) / 2
-    window = max(CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so
+    window = max(CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # rounds in which the residual should fall by about e⁻⁴
     rho, delta = half / middle, state.precondition(r) / middle
     since, before = monitor.rounds, monitor.optimality
     while True:

@@ -1,8 +1,8 @@
 """Conjugate gradients with the diagonal blocks as preconditioner.
 
-The step lengths are sums over the whole network, twice a round beside those that tell optimality, so this is a
-reference. The same sums are Lanczos coefficients: they give the smallest eigenvalue that the error of the parameters is
-estimated by, and that `chebyshev` needs.
+The step lengths are sums over the whole network, twice a round besides those for optimality, so this is a reference.
+The same sums are Lanczos coefficients: they give the smallest eigenvalue, used in the estimate of the parameters' error
+and in `chebyshev`.
 
 Source: Hestenes and Stiefel (1952); for the eigenvalues Golub and Van Loan, "Matrix computations", section 11.3.
 
@@ -52,8 +52,8 @@ class ConjugateGradients:
     """The iteration and its coefficients.
 
     Args:
-        problem: that is solved.
-        w: where it starts, overwritten.
+        problem: the problem to solve.
+        w: start, overwritten.
         monitor: counts rounds and sums.
         started: False if `w` is zero, which saves a round.
     """
@@ -77,10 +77,10 @@ class ConjugateGradients:
         return torch.bmm(self.problem.inverse_blocks, r.unsqueeze(2)).squeeze(2)
 
     def step(self) -> bool:
-        """Take one round; return whether it was the last."""
+        """Do one round; return whether it was the last."""
         image = self.problem.product(self._direction)
         curvature = self._dot(self._direction, image)
-        if not bool((self._size > 0) & (curvature > 0)):  # nothing is left in this precision, or never was
+        if not bool((self._size > 0) & (curvature > 0)):  # converged to this precision, or zero from the start
             self.monitor.rounds += 1
             return self.monitor.broken()
         length = self._size / curvature
@@ -97,9 +97,9 @@ class ConjugateGradients:
         return False
 
     def smallest_eigenvalue(self) -> float:
-        """Return the smallest Ritz value of the preconditioned Q, which comes down to the smallest eigenvalue.
+        """Return the smallest Ritz value of the preconditioned Q, which decreases to the smallest eigenvalue.
 
-        It is brought up to date when a twentieth of the rounds has been added, and infinite before the first.
+        It is updated whenever a twentieth of the rounds has been added, and infinite before the first.
         """
         count, value = self._ritz
         if len(self._lengths) > 1.05 * count:

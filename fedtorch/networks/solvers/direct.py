@@ -1,12 +1,13 @@
-r"""The whole problem in one place, solved by a sparse factorisation.
+r"""Solve the whole problem at once by a sparse factorisation.
 
-With all parameters brought to one size, w = Su, and where f does not change along directions Z of u, a solution is u in
+Let w = Su, where the diagonal S scales all parameters to the same size, and let Z span the directions of u along which
+f does not change. Then a solution u solves
 
 .. math:: \begin{pmatrix} SQS & Z \\ Z' & 0 \end{pmatrix} \begin{pmatrix} u \\ 0 \end{pmatrix} =
     \begin{pmatrix} Sb \\ 0 \end{pmatrix},
 
-whose matrix is regular; w without its part in SZ is that of least norm. Source: Jung, "Federated
-learning: from theory to practice", equation (3.26).
+whose matrix is regular. Of all solutions, the w whose projection on SZ is zero has the least norm. Source: Jung,
+"Federated learning: from theory to practice", equation (3.26).
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks.solvers import linear_problem
@@ -32,7 +33,7 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
 
     Args:
         problem: squared penalty.
-        tolerance: of `LinearProblem.optimality`, for `converged`; the factorisation decides how small it becomes.
+        tolerance: of `LinearProblem.optimality`, for `converged`; the factorisation determines its value.
     """
     from scipy.sparse import block_array, coo_matrix, diags
     from scipy.sparse.linalg import splu

@@ -1,4 +1,4 @@
-r"""FedGD: every node takes a gradient step on its loss and on what separates it from its neighbours.
+r"""FedGD: every node takes a gradient step on its loss and on its differences to its neighbours.
 
 .. math:: w_i \leftarrow w_i + 2\eta\Big(b_i - Q_i w_i + \alpha \sum_j A_{ij} (w_j - w_i)\Big)
 
@@ -45,10 +45,11 @@ def fedgd(
     Args:
         problem: squared penalty.
         rate: learning rate η, below 1/λ_max(Q); default: `problem.safe_rate`.
-        rounds: at most so many.
+        rounds: most rounds.
         tolerance: of `LinearProblem.optimality`, which is checked every 20 rounds; 0 takes all rounds.
         start: `(n, d)`; default: zeros.
-        watch: told (rounds, parameters) after each round, to read only; stops the solver by returning something true.
+        watch: called with (rounds, parameters) after each round, which it must not change; a true result stops the
+            solver.
 
     Raises:
         ValueError: a rate that is not positive, or a start of the wrong shape.

@@ -1,4 +1,4 @@
-r"""FedRelax: every node minimises the objective over its own parameters, all of them at once.
+r"""FedRelax: every node minimises the objective over its own parameters, all nodes at once.
 
 .. math:: w_i \leftarrow (Q_i + \alpha d_i I)^{-1} \Big(b_i + \alpha \sum_j A_{ij} w_j\Big)
 
@@ -34,7 +34,7 @@ def fedrelax(
 ) -> Solution:
     """Solve by FedRelax (local), block-coordinate minimisation without a learning rate; see `fedgd` for the arguments.
 
-    Where there are several solutions the one of least norm is returned: nodes of a component then average once.
+    If there are several solutions the one of least norm is returned: nodes of a component then average once.
     """
     monitor = Monitor(problem, tolerance, rounds, CHECK_EVERY, watch)
     inverse, adjacency = problem.inverse_blocks, problem.adjacency

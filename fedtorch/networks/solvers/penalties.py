@@ -34,7 +34,7 @@ class Penalty(NamedTuple):
 
 
 def _shrink(v: Tensor, t: Tensor) -> Tensor:
-    """Shorten by t what is longer than t, and make the rest exactly zero."""
+    """Shorten vectors longer than t by t, and set the rest to zero."""
     length = v.norm(dim=1)
     return v * torch.where(length > t, 1 - t / length, 0.0)[:, None]
 
@@ -53,7 +53,7 @@ equal = Penalty(lambda s: torch.where((s == 0).all(1), 0.0, torch.inf).to(s.dtyp
 
 
 def huber(delta: float) -> Penalty:
-    """Return ½s² up to |s| = δ and δ|s| − ½δ² beyond, number by number: a loss that far residuals pull at no harder.
+    """Return ½s² up to |s| = δ and δ|s| − ½δ² beyond, elementwise: large residuals pull with a bounded force.
 
     Raises:
         ValueError: a δ that is not positive.

@@ -46,7 +46,7 @@ def primal_dual(
         penalty: φ: `norm2`, `norm1`, `squared`, `equal` or another.
         theta: θ, how long the nodes' steps are beside the edges'; default: one over three times the losses' mean
             curvature per neighbour.
-        rounds: at most so many.
+        rounds: most rounds.
         tolerance: of the optimality, the Karush–Kuhn–Tucker conditions' relative residual, checked every 20 rounds.
         watch: see `fedgd`.
 

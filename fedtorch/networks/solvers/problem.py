@@ -2,14 +2,14 @@ r"""GTV minimisation of linear models: the problem that the solvers of this fold
 
 .. math:: f(w) = \sum_i \frac1{m_i} \|y_i - X_i w_i\|^2 + \alpha \sum_{\{i,j\} \in E} A_{ij} \phi(w_i - w_j)
 
-Of the rows only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i are kept. For the squared norm φ the
+Only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i of the rows are used. For the squared norm φ the
 minimisers are the solutions of Q w = b, where
 
 .. math:: (Q w)_i = Q_i w_i + \alpha \Big(d_i w_i - \sum_j A_{ij} w_j\Big).
 
-Q may be singular: f does not change along w_i = v for all i of a connected component when X_i v = 0 for all of them.
-Which v these are is found with all features brought to one size; of the solutions the one of least norm is meant in the
-units of the features as given. A feature that is zero everywhere has parameters zero.
+Q may be singular: f does not change along w_i = v for all i of a connected component if X_i v = 0 for all of them.
+These v are computed with all features scaled to one size; the returned solution has the least norm in the units of the
+given features. A feature that is zero everywhere has parameters zero.
 
 Features may have any units. All solvers stop by one criterion, which no units change: with S diagonal so that SQS has a
 unit diagonal, up to powers of two, it is ‖S(b − Qw)‖ relative to ‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖.
@@ -104,8 +104,9 @@ class LinearProblem:
     def safe_rate(self) -> float:
         """Return a learning rate at which `fedgd` converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
 
-        Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i)
-        stands its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
+        It is a sharper form, node by node, of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i, with
+        λ_max(Q_i) replaced by its largest row sum of absolute values, which is an upper bound. Nodes agree on the
+        maximum once.
         """
         largest = self.gram.abs().sum(2).amax(1)
         bound = float((largest + 2 * self.alpha * self.degrees).max())
@@ -152,7 +153,7 @@ class LinearProblem:
     def pooled_eigenvalue(self) -> float:
         """Return the smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 uncoupled.
 
-        P⁻¹Q has no larger smallest eigenvalue, and at a strong coupling hardly a smaller one.
+        It bounds the smallest eigenvalue of P⁻¹Q from above, closely at a strong coupling.
         """
         labels, count = self.components
         pooled, blocks = (
@@ -192,7 +193,7 @@ class LinearProblem:
     def null_space(self) -> tuple[Tensor, Tensor]:
         """Return directions along which f does not change: components `(Z,)` and orthonormal v `(Z, d)` of each.
 
-        They are w_i = v for all nodes i of a component, see `components`. Warns of features that depend on each other.
+        They are w_i = v for all nodes i of a component, see `components`. Linearly dependent features give a warning.
         """
         labels, count = self.components
         empty = SufficientStatistics(*(leaf.new_zeros(count, *leaf.shape[1:]) for leaf in self.statistics))
@@ -215,7 +216,7 @@ class LinearProblem:
 
     @cached_property
     def components(self) -> Components:
-        """Return the components of the network; where α is zero every node is one of its own."""
+        """Return the components of the network; with α = 0 every node is a component."""
         if self.alpha == 0:
             return Components(torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes)
         labels, count = self.network.components
@@ -243,10 +244,11 @@ def linear_problem(
 
     Args:
         data: a client per node, in the order of the network's nodes.
-        network: of these clients.
+        network: has the clients as nodes.
         alpha: strength α of the coupling.
-        dtype: in which the problem is solved; the sums over rows are in float64.
-        unlabelled: whether nodes may have no rows; theirs is L_i = 0, and they follow their neighbours.
+        dtype: of the solution; the sums over rows are in float64.
+        unlabelled: whether nodes may have no rows; such a node has L_i = 0, and its solution follows from its
+            neighbours'.
 
     Raises:
         ValueError: rows of other shapes, another number of clients than nodes, nodes without rows, a negative α.

@@ -1,9 +1,9 @@
-r"""Algorithm 5.3: nodes minimise near the common parameters, a server averages.
+r"""Algorithm 5.3: nodes minimise near the common parameters, and a server averages.
 
 .. math:: w_i = \arg\min_v L_i(v) + \frac1\eta \|v - w\|^2, \qquad w \leftarrow \frac1n \sum_i w_i
 
-Its fixed point is *not* the minimiser of Σ_i L_i: a node whose loss is steep moves less than one with a flat loss, so
-that the mean is biased to the flat ones, by O(η). `admm` with the penalty `equal`, and `ft.scaffold`, are not.
+Its fixed point is *not* the minimiser of Σ_i L_i: a node with a steep loss moves less than one with a flat loss, so the
+mean is biased towards the flat ones, by O(η). `admm` with the penalty `equal`, and `ft.scaffold`, have no such bias.
 
 Source: Jung, "Federated learning: from theory to practice", Algorithm 5.3 and equation (5.17).
 
@@ -35,14 +35,14 @@ def proximal_averaging(
 ) -> Solution:
     """Solve by Algorithm 5.3 (reference, because a server averages): one model for all nodes, biased.
 
-    `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, U bringing the features to one size,
-    which stays above zero: that is the bias. `converged` says that the parameters have come to rest.
+    `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, where U scales the features to one
+    size; it stays above zero because of the bias. `converged` means that the parameters no longer change.
 
     Args:
-        problem: whose losses are used; its network and α are not.
+        problem: provides the losses; its network and α are not used.
         rate: η.
-        rounds: at most so many, each an average.
-        tolerance: of the change of the parameters in a round, relative to them, features brought to one size.
+        rounds: most rounds, each with one average.
+        tolerance: of the parameters' relative change in a round, with features scaled to one size.
         watch: see `fedgd`.
 
     Raises:

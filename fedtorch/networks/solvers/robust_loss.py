@@ -2,15 +2,15 @@ r"""ADMM over edges and rows: GTV minimisation of linear models whose losses are
 
 .. math:: f(w) = \sum_i \frac1{m_i} \sum_r \ell(y_r - x_r' w_i) + \alpha \sum_{\{i,j\} \in E} A_{ij} \phi(w_i - w_j)
 
-A loss is a `Penalty` of residuals: `norm1` is the absolute error, which few wrong labels cannot move, `huber(δ)` is in
-between, `squared` gives back least squares. Every row has a copy :math:`z_r` of its residual and a scaled dual v, as
-every edge has in `admm`, and a node's step is a linear system that is factorised once:
+A loss is a `Penalty` of residuals: `norm1` is the absolute error, on which few wrong labels have a bounded effect,
+`huber(δ)` is in between, `squared` is least squares. Every row has a copy :math:`z_r` of its residual and a scaled dual
+v, as every edge has in `admm`, and a node's step is a linear system that is factorised once:
 
 .. math::
     z_r &= \mathrm{prox}_{\ell / \kappa}(y_r - x_r' w_i + v_r), \qquad v_r \leftarrow y_r - x_r' w_i + v_r - z_r \\
     w_i &\leftarrow \arg\min_w \frac{\kappa}{2 m_i} \sum_r (y_r - x_r'w - z_r + v_r)^2 + \text{what edges add in ADMM}.
 
-κ begins as one over the mean absolute residual of the least squares fits of the nodes alone, and is balanced.
+κ starts as one over the mean absolute residual of the separate least squares fits of the nodes, and is balanced.
 
 Source: Jung, "Federated learning: from theory to practice", section 10.3, for the losses; Boyd et al. (2011),
 "Distributed optimization and statistical learning via ADMM", section 6.1 (least absolute deviations and Huber fitting).
@@ -46,15 +46,15 @@ def robust_loss(
     tolerance: float = 1e-8,
     watch: Watch | None = None,
 ) -> Solution:
-    """Minimise GTV with a robust loss (local: a node hears its neighbours and looks at its own rows).
+    """Minimise GTV with a robust loss (local: a node uses its neighbours' messages and its own rows).
 
     Args:
         data: rows (x `(d,)`, y `()`), a client per node.
-        network: of these clients.
+        network: has the clients as nodes.
         alpha: strength α of the coupling.
         loss: ℓ of the residuals: `norm1`, `huber(delta)`, `squared` or another.
         penalty: φ of neighbours' differences.
-        rounds: at most so many.
+        rounds: most rounds.
         tolerance: of the Karush–Kuhn–Tucker conditions' relative residual, checked every 20 rounds.
         watch: see `fedgd`.
 
@@ -104,7 +104,7 @@ def robust_loss(
 def _factorised(edges: EdgeProblem, kappa: float) -> tuple[float, Tensor]:
     """Return the strength ρ of the edges' constraints beside κ of the rows', and the inverses of the nodes' systems."""
     gram = edges.problem.gram
-    rho = edges.scale * kappa / 2  # a loss has the curvature κQ_i where that of least squares has 2Q_i
+    rho = edges.scale * kappa / 2  # this loss has curvature κQ_i, where least squares has 2Q_i
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
     return rho, linalg.pseudo_inverse(kappa * gram + (rho * edges.neighbours)[:, None, None] * eye)
 

@@ -1,6 +1,6 @@
 """The result of a solver, and its stopping rule.
 
-A solver of one's own starts, counts and stops as the others do:
+A user-defined solver starts, counts and stops like this:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks.solvers.solution import Monitor, Solution, start_at, within
@@ -32,34 +32,34 @@ from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.progress import Progress
 
 Scope = Literal["local", "reference"]
-Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
+Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> true to stop
 Reason = Literal["converged", "ill-conditioned", "rounds", "watch", "breakdown"]
 CHECK_EVERY = 20  # rounds between two checks of solvers that check now and then
-_EXACT = 8  # units in the last place: no residual relative to the numbers that it is made of is surely below
+_EXACT = 8  # units in the last place: a relative residual cannot be reliably smaller
 
 
 class Solution(NamedTuple):
-    """A solver's result. What it cost is counted as the nodes would have to pay for it.
+    """A solver's result, with its costs in messages of the nodes.
 
-    `reason` is why the solver stopped: it "converged", all its "rounds" are used up, the "watch" wanted it, or
-    "breakdown": numbers that are no longer finite, or nothing more to gain in this precision. Where later ones are
-    worse, the parameters are the best of those that were checked. None of them are NaN.
+    `reason` is why the solver stopped: it "converged", all its "rounds" are used up, the "watch" stopped it, or
+    "breakdown": numbers that are not finite, or no further progress in this precision. If later parameters are worse,
+    the best checked ones are returned. None of them are NaN.
 
-    Where the equations are badly conditioned, as with couplings that differ by many orders of magnitude, they may hold
-    to ten digits at parameters of which none is right. Solvers that look at the residual of Q w = b go on until the
-    `error` is below the square root of the tolerance also. "ill-conditioned" says that the equations hold to rounding
-    and parameters do not to that: take `direct`, or bring couplings closer together.
+    If the equations are badly conditioned, as with couplings that differ by many orders of magnitude, they may hold to
+    ten digits at parameters without a correct digit. Solvers that check the residual of Q w = b therefore also continue
+    until the `error` is below the square root of the tolerance. "ill-conditioned" means that the equations hold to
+    rounding while the parameters are less accurate: use `direct`, or couplings of more similar size.
     """
 
     parameters: Tensor  # (n, d)
     optimality: float  # of these parameters, see `LinearProblem.optimality`: zero at a minimiser
     reason: Reason
-    rounds: int  # in which every node tells its neighbours d numbers, or the server
+    rounds: int  # rounds in which every node sends d numbers to its neighbours, or the server
     sums: int  # numbers added up over the whole network
     bytes: int  # of all messages to neighbours or the server
     scope: Scope  # local: between checks of optimality a node needs its neighbours only
     clusters: Tensor | None = None  # (n,) int64, nodes with equal parameters; for penalties that make ties
-    error: float | None = None  # estimate of these parameters', see `LinearProblem.error`; None if there is none
+    error: float | None = None  # estimated error of these parameters, see `LinearProblem.error`; None if unknown
 
     @property
     def converged(self) -> bool:
@@ -70,21 +70,19 @@ class Solution(NamedTuple):
 
 
 def within(optimality: float, tolerance: float, like: Tensor) -> bool:
-    """Return whether an optimality is within the tolerance, or as small as rounding in the precision of `like` lets it
-    be.
-    """
+    """Return whether an optimality is within the tolerance, or at the rounding limit of `like`'s precision."""
     return optimality <= max(tolerance, _EXACT * torch.finfo(like.dtype).eps)
 
 
 class Monitor:
-    """Counts rounds and checks now and then whether to go on.
+    """Counts rounds, and periodically checks the stopping conditions.
 
     Args:
-        problem: that is solved.
+        problem: the problem to solve.
         tolerance: of the optimality.
-        rounds: at most so many.
+        rounds: most rounds.
         every: rounds between two checks.
-        watch: told after each round.
+        watch: called after each round.
     """
 
     def __init__(
@@ -98,13 +96,13 @@ class Monitor:
         self.rounds = self.sums = 0
         self.optimality = self.least = torch.inf
         self.best: Tensor | None = None
-        self._size = 1.0  # of the numbers in the equations, which changes slowly
+        self._size = 1.0  # size of the numbers in the equations, which changes slowly
         self.reason: Reason = "rounds"
-        self.smallest: Callable[[], float] = lambda: math.inf  # eigenvalue of P⁻¹Q, as far as the solver knows it
+        self.smallest: Callable[[], float] = lambda: math.inf  # smallest known eigenvalue of P⁻¹Q
         self._progress = Progress("GTV minimisation")
 
     def tell(self, w: Tensor) -> bool:
-        """Count a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
+        """Count a round that ended at `w`; return whether `watch` or the number of rounds stops the solver."""
         self.rounds += 1
         self._progress.update(tell=self._shown)
         if self.watch is not None and bool(self.watch(self.rounds, w)):
@@ -120,19 +118,19 @@ class Monitor:
         return self.rounds % self.every == 0
 
     def small(self, residual: Tensor, w: Tensor) -> bool:
-        """Take the residual b − Q w at `w`, two sums over the network; whether to stop because of it."""
+        """Check the residual b − Q w at `w`, by two sums over the network; return whether to stop."""
         size = self.problem.residual_size(residual)
         if self.due() or self._within(size / self._size):
             self._size = self.problem.size(w)
         return self.check(size / self._size, w, lambda: self.problem.error(residual, w, self.smallest()))
 
     def check(self, optimality: float, w: Tensor, error: Callable[[], float] = lambda: 0.0) -> bool:
-        """Take the optimality of `w`, two sums over the network, and keep the best; whether to stop because of it.
+        """Check the optimality of `w`, by two sums over the network, and store the best; return whether to stop.
 
         Args:
             optimality: of `w`.
             w: parameters.
-            error: of them, which is asked for where the optimality is within the tolerance.
+            error: returns the parameters' error; called if the optimality is within the tolerance.
         """
         self.sums += 2
         self.optimality = optimality
@@ -153,7 +151,7 @@ class Monitor:
         return False
 
     def _certain(self, error: float) -> bool:
-        """Return whether parameters have half of the digits to which the equations are to hold."""
+        """Return whether parameters have half of the digits required of the equations."""
         return within(error**2, self.tolerance, self.problem.cross)
 
     def _within(self, optimality: float) -> bool:
@@ -177,7 +175,7 @@ class Monitor:
         Args:
             w: `(n, d)`, where the solver is.
             scope: of the solver.
-            finish: makes parameters those to return.
+            finish: postprocesses the parameters.
             optimality: of parameters; default: the problem's.
             clusters: of `w`.
         """
@@ -196,7 +194,7 @@ class Monitor:
         reason, small = self.reason, within(reached, self.tolerance, w)
         if small and self._certain(error or 0.0):
             reason = "converged"
-        elif reason not in ("rounds", "watch"):  # a residual carried on from round to round is not always the true one
+        elif reason not in ("rounds", "watch"):  # an updated residual may drift from the true one
             reason = "ill-conditioned" if small else "breakdown"
         cost = self.rounds, self.sums, self.rounds * self.problem.round_bytes
         return Solution(w, reached, reason, *cost, scope, clusters, error)

@@ -1,1 +1,1 @@
-"""Programs in Triton, which they need to be imported: those of the operations of `fedtorch.programs` for a GPU."""
+"""Triton kernels of the operations of `fedtorch.programs` for a GPU; importing them needs Triton."""

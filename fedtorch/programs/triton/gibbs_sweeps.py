@@ -12,23 +12,23 @@ from fedtorch.programs.triton.philox import gammas, new_key, wide_exponential, w
 def eliminated(matrix, right, prior, z, index, size):
     """Return a draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b, z and the prior's part of A `(B, P)`.
 
-    A pivot is no less than the prior's part; one that is, by rounding where columns depend on each other, is that, with
-    nothing beside it.
+    A pivot is at least the prior's part of it; if rounding makes it smaller, as for dependent columns, it is set to
+    that part, and the rest of its row to zero.
     """
     for j in range(size):
         at = index == j
         row = tl.sum(tl.where(at[None, :, None], matrix, 0.0), 1)
         pivot = tl.sum(tl.where(at[None, :], row, 0.0), 1)
-        own = tl.sum(tl.where(at[None, :], right, 0.0), 1)
+        pivot_right = tl.sum(tl.where(at[None, :], right, 0.0), 1)
         least = tl.sum(tl.where(at[None, :], prior, 0.0), 1)
         short = pivot < least
-        pivot, own = tl.where(short, least, pivot), tl.where(short, 0.0, own)
+        pivot, pivot_right = tl.where(short, least, pivot), tl.where(short, 0.0, pivot_right)
         row = tl.where(at[None, :], pivot[:, None], tl.where(short[:, None], 0.0, row))
         matrix = tl.where(at[None, :, None], row[:, None, :], matrix)
-        right = tl.where(at[None, :], own[:, None], right)
+        right = tl.where(at[None, :], pivot_right[:, None], right)
         factor = tl.where((index > j)[None, :], row / pivot[:, None], 0.0)
         matrix -= factor[:, :, None] * row[:, None, :]
-        right -= factor * own[:, None]
+        right -= factor * pivot_right[:, None]
     same = index[:, None] == index[None, :]
     value = right + tl.sqrt(tl.sum(tl.where(same[None, :, :], matrix, 0.0), 2)) * z
     for step in range(size):
@@ -36,9 +36,9 @@ def eliminated(matrix, right, prior, z, index, size):
         at = index == j
         column = tl.sum(tl.where(at[None, None, :], matrix, 0.0), 2)
         pivot = tl.sum(tl.where(at[None, :], column, 0.0), 1)
-        found = tl.sum(tl.where(at[None, :], value, 0.0), 1) / pivot
-        rest = tl.where((index < j)[None, :], value - column * found[:, None], value)
-        value = tl.where(at[None, :], found[:, None], rest)
+        solution = tl.sum(tl.where(at[None, :], value, 0.0), 1) / pivot
+        rest = tl.where((index < j)[None, :], value - column * solution[:, None], value)
+        value = tl.where(at[None, :], solution[:, None], rest)
     return value
 
 
@@ -66,23 +66,23 @@ def horseshoe(
     BATCH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Do all sweeps of some problems; those of one client are neighbours, `chains` of them."""
+    """Do all sweeps of some problems; the `chains` problems of one client are adjacent."""
     problem = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
     index = tl.arange(0, SIZE)
     there, real = problem < problems, index < size
     client = problem // chains
     inside = there[:, None] & real[None, :]
-    own, theirs = problem[:, None] * size + index[None, :], client[:, None] * size + index[None, :]
+    mine, theirs = problem[:, None] * size + index[None, :], client[:, None] * size + index[None, :]
     whole = inside[:, :, None] & real[None, None, :]
     products = tl.load(gram + theirs[:, :, None] * size + index[None, None, :], mask=whole, other=0.0)
-    gap = tl.load(estimate + theirs, mask=inside, other=0.0) - tl.load(centre + own, mask=inside, other=0.0)
+    gap = tl.load(estimate + theirs, mask=inside, other=0.0) - tl.load(centre + mine, mask=inside, other=0.0)
     right = tl.sum(products * gap[:, None, :], 2)
     rest = tl.load(least + client, mask=there, other=0.0)
     shape = tl.load(degrees + client, mask=there, other=1.0)
-    precision = tl.load(shared + own, mask=inside, other=1.0)
+    precision = tl.load(shared + mine, mask=inside, other=1.0)
     base = tl.load(scale + problem, mask=there, other=1.0)
-    w = tl.load(w_in + own, mask=inside, other=1.0)
-    u = tl.load(u_in + own, mask=inside, other=1.0)
+    w = tl.load(w_in + mine, mask=inside, other=1.0)
+    u = tl.load(u_in + mine, mask=inside, other=1.0)
     noise = tl.load(noise_in + problem, mask=there, other=1.0)
     key = tl.load(keys + problem, mask=there, other=0)
     for_normals, for_noise, for_mixing = new_key(key, 0), new_key(key, 1), new_key(key, 2)
@@ -101,7 +101,7 @@ def horseshoe(
         w = wide_exponential(for_first[:, None] + element * 0, element) / (u + delta * delta * precision / 2)
         u = wide_exponential(for_second[:, None] + element * 0, element) / (w + 1.0)
         noise = gammas(for_noise, problem * 0 + s, shape, there) / (base + squares / 2)
-    tl.store(delta_out + own, delta, mask=inside)
-    tl.store(w_out + own, w, mask=inside)
-    tl.store(u_out + own, u, mask=inside)
+    tl.store(delta_out + mine, delta, mask=inside)
+    tl.store(w_out + mine, w, mask=inside)
+    tl.store(u_out + mine, u, mask=inside)
     tl.store(noise_out + problem, noise, mask=there)

@@ -26,7 +26,7 @@ def misfit(predictor, response, FAMILY: tl.constexpr):
 
 @triton.jit
 def rows_of(index, at, many, INDEXED: tl.constexpr):
-    """Return (rows of a part of a batch, which of them are there)."""
+    """Return (rows of a part of a batch, their mask)."""
     if INDEXED:
         row = tl.load(index + at, mask=at < many, other=-1)
     else:
@@ -35,18 +35,18 @@ def rows_of(index, at, many, INDEXED: tl.constexpr):
 
 
 @triton.jit
-def design_of(own, row, here, column, width, known):
-    """Return rows of features, and the constant 1 in the column after them if that is known; zeros where nothing is."""
+def design_of(features, row, here, column, width, known):
+    """Return rows of features, with the constant 1 in the column after them if `known`; zeros elsewhere."""
     inside = here[:, None] & known[None, :]
     wanted = inside & (column < width)[None, :]
-    loaded = tl.load(own + row[:, None] * width + column[None, :], mask=wanted, other=0.0)
+    loaded = tl.load(features + row[:, None] * width + column[None, :], mask=wanted, other=0.0)
     return tl.where(inside & (column == width)[None, :], 1.0, loaded)
 
 
 @triton.jit
 def linear(
     out,
-    told,
+    losses_out,
     x,
     y,
     count,
@@ -81,12 +81,12 @@ def linear(
         pull += tl.load(shift + client * features + column, mask=known, other=0.0)
     many = batch if INDEXED else tl.load(count + client)
     taken = tl.load(total + client)
-    own = x + client * longest * width
+    rows = x + client * longest * width
     lost = tl.sum(theta * 0, 0)
     if RESIDENT:
         row = tl.arange(0, ROWS)
         here = row < many
-        design = design_of(own, row, here, column, width, known)
+        design = design_of(rows, row, here, column, width, known)
         response = tl.load(y + client * longest + row, mask=here, other=0.0)
         share = 1.0 / tl.maximum(many, 1).to(kind)
         for _ in range(taken):
@@ -101,7 +101,7 @@ def linear(
             for first in range(0, many, ROWS):
                 part = index + (client * steps + t) * batch
                 row, here = rows_of(part, first + tl.arange(0, ROWS), many, INDEXED)
-                design = design_of(own, row, here, column, width, known)
+                design = design_of(rows, row, here, column, width, known)
                 response = tl.load(y + client * longest + row, mask=here, other=0.0)
                 loss, gap = misfit(tl.sum(design * theta[None, :], 1), response, FAMILY)
                 gap = tl.where(here, gap, 0.0)
@@ -112,13 +112,13 @@ def linear(
             lost += losses / seen
             theta -= rate * (gradient / seen + (strength * theta - pull))
     tl.store(out + client * features + column, theta, mask=known)
-    tl.store(told + client, lost / tl.maximum(taken, 1).to(kind))
+    tl.store(losses_out + client, lost / tl.maximum(taken, 1).to(kind))
 
 
 @triton.jit
 def categorical(
     out,
-    told,
+    losses_out,
     x,
     y,
     count,
@@ -155,7 +155,7 @@ def categorical(
         pull += tl.load(shift + place, mask=inside, other=0.0)
     many = batch if INDEXED else tl.load(count + client)
     taken = tl.load(total + client)
-    own = x + client * longest * width
+    x_start = x + client * longest * width
     nothing = tl.sum(tl.sum(theta * 0, 1), 0)
     lost = nothing
     for t in range(taken):
@@ -164,7 +164,7 @@ def categorical(
         for first in range(0, many, ROWS):
             part = index + (client * steps + t) * batch
             row, here = rows_of(part, first + tl.arange(0, ROWS), many, INDEXED)
-            design = design_of(own, row, here, column, width, known)
+            design = design_of(x_start, row, here, column, width, known)
             label = tl.load(y + client * longest + row, mask=here, other=0)
             rows += tl.sum(here.to(tl.float32), 0)
             here = here & (label != IGNORED)
@@ -184,4 +184,4 @@ def categorical(
         lost += tl.where(nobody, float("nan"), losses / seen)
         theta -= rate * (gradient / seen + (strength * theta - pull))
     tl.store(out + place, theta, mask=inside)
-    tl.store(told + client, lost / tl.maximum(taken, 1).to(tl.float32))
+    tl.store(losses_out + client, lost / tl.maximum(taken, 1).to(tl.float32))

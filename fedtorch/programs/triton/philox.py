@@ -105,7 +105,7 @@ def proposal(w0, w1, w2, w3, a):
 
 @triton.jit
 def gammas(key, element, a, wanted):
-    """Return gamma numbers of shape parameters a > 0 for elements of keys, float64; the numbers not wanted are zero."""
+    """Return gamma numbers of shape parameters a > 0 for elements of keys, float64; zeros outside the mask."""
     raised = tl.where(a < 1, a + 1.0, a)
     value = raised * 0.0
     missing = wanted
@@ -206,7 +206,7 @@ def draw(
         else:
             numbers = -tl.log(inside_of_one(word))
     if not WIDE and (FORM == NORMAL or FORM == EXPONENTIAL):  # noqa: SIM109 (Triton knows no `in`)
-        numbers = numbers.to(tl.float32)  # as torch rounds float64 to what is smaller
+        numbers = numbers.to(tl.float32)  # as torch rounds float64 to smaller dtypes
     place = first * each + tl.arange(0, COLUMNS * each)
     target = row[:, None] * count + place[None, :]
     tl.store(out + target, numbers.to(out.dtype.element_ty), mask=there[:, None] & (place < count)[None, :])

@@ -1,4 +1,4 @@
-"""Programs of `fedtorch.programs.stacked_step`."""
+"""Triton kernels of `fedtorch.programs.stacked_step`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(clients, size, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return rows, their mask, places of a tile and its mask, of the stack `(clients, size)`."""
+    """Return a tile of the stack `(clients, size)`: rows, their mask, flat indices and their mask."""
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -18,7 +18,7 @@ def tile_of(clients, size, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def pulled(gradient, value, precision, shift, row, there, place, mask, PULL: tl.constexpr):
-    """Return gradients with those of λ/2 ‖x‖² − ⟨h, x⟩."""
+    """Add the gradient of λ/2 ‖x‖² − ⟨h, x⟩ to gradients."""
     if PULL:
         strength = tl.load(precision + row, mask=there, other=0.0)[:, None]
         gradient = gradient + (strength * value - tl.load(shift + place, mask=mask, other=0.0))
@@ -27,7 +27,7 @@ def pulled(gradient, value, precision, shift, row, there, place, mask, PULL: tl.
 
 @triton.jit
 def cast(number, kind: tl.constexpr):
-    """Return a number that is given as float64, which the interpreter has as Python's."""
+    """Return a float64 scalar as a tensor; in the interpreter it is a Python number."""
     return tl.full((), number, kind)
 
 
@@ -45,13 +45,13 @@ def squares(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return sums of squares of the gradients of a tile's rows, `(clients, across)`."""
+    """Write the sums of squares of a tile's gradients, one per row of the tile, `(clients, across)`."""
     row, there, place, mask = tile_of(clients, size, across, ROWS, COLUMNS)
     value = tl.load(parameter + place, mask=mask, other=0.0)
-    found = tl.load(gradient + place, mask=mask, other=0.0)
-    found = pulled(found, value, precision, shift, row, there, place, mask, PULL)
-    found = tl.where(mask, found, 0.0)
-    tl.store(out + row * across + tl.program_id(0) % across, tl.sum(found * found, 1), mask=there)
+    squared = tl.load(gradient + place, mask=mask, other=0.0)
+    squared = pulled(squared, value, precision, shift, row, there, place, mask, PULL)
+    squared = tl.where(mask, squared, 0.0)
+    tl.store(out + row * across + tl.program_id(0) % across, tl.sum(squared * squared, 1), mask=there)
 
 
 @triton.jit

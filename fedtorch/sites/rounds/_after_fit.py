@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import is_finite
@@ -17,14 +16,12 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
-from fedtorch.federation.runs.held import held, held_posterior
-from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
-from fedtorch.sites.rounds.policy import Refusal, in_one
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
@@ -34,68 +31,18 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _MOST_BESIDE = 100  # other runs in one question
+_DESCRIBED = {"algorithm", "settings", "fingerprint", "design"}  # of another run
 
 
-def scores(
-    clients: LocalClients,
-    inboxes: Inboxes,
-    data: FederatedData,
-    wanted: Mapping[str, Any],
-    together: bool,
-    minimum: int,
-    key: Tensor,
-) -> Tree:
-    """Return metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
-
-    Where the minimum is above one, those that are sums over rows are held.
-
-    Args:
-        clients: of the site.
-        inboxes: what those that are asked have heard.
-        data: their validation rows.
-        wanted: metrics by name.
-        together: whether the sum over all clients is told, in the place of the first, as where one has few rows.
-        minimum, key: see `held`.
+def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
+    """Return a function of what clients predict with and their validation rows: metrics' sums `(K, ...)`.
 
     Raises:
         Refusal: the algorithm does not predict.
     """
-    if clients.algorithm.predict is None:
+    if algorithm.predict is None:
         raise Refusal("the algorithm does not predict")
-    sums = Sums(clients.algorithm.predict, wanted, inputs_and_targets, in_process=False)
-    every = by_client(clients, inboxes, data, sums.of_block)
-    if minimum <= 1:
-        return every
-    told = [tree.map(lambda leaf, k=k: leaf[k : k + 1], every) for k in range(len(data))]
-    rows = []
-    with torch.no_grad():
-        for k in range(len(data)):
-            [(_, block)] = data.select([k]).buckets()
-            rows.append(sums.of_each_row(clients.tensors(inboxes, inboxes.ids[k : k + 1]), block))
-    if together:
-        shared = {name: [one[name] for one in rows] for name in rows[0] if all(name in one for one in rows)}
-        rows = [{name: tree.concatenate(each) for name, each in shared.items()}]
-        told = [in_one(every)]
-    for k, (one, of_rows) in enumerate(zip(told, rows)):
-        numbers = sum(math.prod(leaf.shape[1:]) for leaf in tree.leaves(of_rows))
-        keys = random.split(random.fold_in(key, k), max(len(of_rows), 1))
-        for its, (name, leaves) in zip(keys, sorted(of_rows.items())):
-            sum_of_rows = _held_sums(leaves, minimum, its, numbers)
-            after = tree.map(lambda leaf: torch.zeros_like(leaf[1:]), one[name].sums)
-            one[name] = one[name]._replace(sums=tree.concatenate([sum_of_rows, after]))
-    return tree.concatenate(told)
-
-
-def _held_sums(rows: Tree, minimum: int, key: Tensor, numbers: int) -> Tree:
-    """Return held sums `(1, ...)` of rows `(N, ...)`, whole numbers where these are; see `held`."""
-    leaves = tree.leaves(rows)
-    whole = held(torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], 1), minimum, key, numbers).total
-    parts = whole.split([leaf[:1].numel() for leaf in leaves])
-    shaped = [
-        (part if leaf.is_floating_point() else part.round()).to(leaf.dtype).reshape(1, *leaf.shape[1:])
-        for part, leaf in zip(parts, leaves)
-    ]
-    return tree.refill(rows, shaped)
+    return Sums(algorithm.predict, wanted, inputs_and_targets, in_process=False).of_block
 
 
 def by_client(
@@ -115,7 +62,8 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
 
     Raises:
         Refusal: it is none that fits of the algorithm answer.
-        PayloadError: the frame is not as it should be.
+        PayloadError: the frame is not as it should be, or has what the question does not take: a site's own draws
+            follow from all that is asked.
     """
     from fedtorch.federation.runs.holders import room
     from fedtorch.inference.questions import QUESTIONS
@@ -123,8 +71,13 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
     name, known = frame.text("question"), posterior_of(algorithm).questions & QUESTIONS.keys()
     if name not in known:
         raise Refusal(f"of this run the site answers the questions {sorted(known)}, but not {name!r}")
+    kind, shapes, about = QUESTIONS[name], frame.names("shapes"), frame.names("about")
+    ends = ["", *(f" {number}" for number in range(len(_beside(frame))))]
+    more = {*about} - {*kind.settings} | {*shapes} - {each + end for each in kind.tensors for end in ends}
+    if more:
+        raise frame.refused(f"of a question {name!r} {[*kind.tensors, *kind.settings]} and no more", sorted(more))
     try:
-        return QUESTIONS[name], room(frame.names("shapes"))
+        return kind, room(shapes)
     except ValueError as error:
         raise frame.refused("shapes of tensors", str(error)) from None
 
@@ -155,13 +108,10 @@ def answer(
             raise Refusal("the site's rows of another model are not of the same clients, or not as many")
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
         beside.append((one, sent_beside(sent, number)))
-    holder = holder._replace(beside=beside)
     try:
-        told = kind.answer(holder, sent, frame.names("about"))
+        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
     except Unanswerable as error:
         raise Refusal(str(error)) from error
-    if isinstance(told, DevicePosterior) and holder.key is not None and holder.minimum > 1:
-        told = held_posterior(told, holder.data.counts, holder.minimum, holder.key)
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
@@ -175,12 +125,18 @@ def others(
         frame: that asks.
         configured: design of a formula, as JSON -> the configuration with rows by it.
     """
-    said = frame.names("about").get("beside", [])
-    if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
-        raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
-    runs = [frame._replace(kind="begin", about=one) for one in said]
+    runs = [frame._replace(kind="begin", about=one) for one in _beside(frame)]
     design = lambda run: None if run.about.get("design") is None else run.text("design")
     return [(configured(design(run)), run) for run in runs]
+
+
+def _beside(frame: Frame) -> list[dict[str, Any]]:
+    """Return what a question says of other runs."""
+    said = frame.names("about").get("beside", [])
+    runs = isinstance(said, list) and all(isinstance(one, dict) and one.keys() <= _DESCRIBED for one in said)
+    if not runs or len(said) > _MOST_BESIDE:
+        raise frame.refused(f"at most {_MOST_BESIDE} other runs by {sorted(_DESCRIBED)}", said)
+    return said
 
 
 def asked(

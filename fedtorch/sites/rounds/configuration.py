@@ -43,7 +43,7 @@ from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import Cells, level_name
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.sites.formulas.tables import read_frame, without_rows
-from fedtorch.sites.rounds.policy import AFTER_FIT, Policy
+from fedtorch.sites.rounds.policy import AFTER_FIT, COMPOSED, Policy
 
 _LISTED = 5  # clients by name
 _DONE = {"refuse": "refused", "drop": "rows left out", "impute": "imputed"}  # with missing cells
@@ -123,7 +123,9 @@ class SiteConfiguration:
             f"Before a run: clients' {'pseudonyms, and their mean row count' if few else 'names and row counts'}",
             f"In a run: what the algorithm sends, which `run.disclosure()` lists at the server, carried {ways}",
             f"Scores of the validation rows: {scores or 'none'}",
+            *([f"    exactly, by models that the server chooses: {COMPOSED}"] if scores else []),
             f"After a fit: {'; '.join(AFTER_FIT[name] for name in policy.after_fit) or 'nothing'}",
+            *([f"    exactly, of at least so many {policy.counted}: {COMPOSED}"] if policy.after_fit else []),
             f"Rounds in all: {'any number' if policy.rounds is None else policy.rounds}",
             f"Noise that is accounted for: {'none' if policy.epsilon is None else f'epsilon {policy.epsilon:g}'}",
         ]

@@ -22,26 +22,20 @@ _WHO = Learns(
 )
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
 _SCORES = Learns(
-    "how well validation rows are predicted, by as many models as the server sends; of sums over rows, where the "
-    "policy counts rows, moved by what `minimum` rows have",
+    "sums of metrics over at least `minimum` validation rows, by models that the server chooses: it can read single "
+    "rows",
     "attacks.membership",
-    "Policy(minimum=…, rounds=…)",
+    "no metrics, or a server trusted not to compose models",
 )
-_MOVED = "; where the policy counts rows, moved by what `minimum` rows have"
+_CHOSEN = ", at parameters that the server chooses: it can read single rows"
+_TRUSTED = "Policy(after_fit=()), or a server trusted not to compose questions"
 _TOLD = {
-    "effects": Learns(
-        "a client's posterior: of few rows, what a fit to them tells" + _MOVED, helps="Policy(after_fit=(…))"
-    ),
-    "densities": Learns(
-        "a site's likelihood at points that the server chooses" + _MOVED, helps="Policy(after_fit=(…), rounds=…)"
-    ),
-    "margins": Learns(
-        "sums of changes of the mean response at draws that the server chooses" + _MOVED,
-        helps="Policy(after_fit=(…), rounds=…)",
-    ),
+    "effects": Learns("clients' posteriors, each of at least `minimum` rows" + _CHOSEN, helps=_TRUSTED),
+    "densities": Learns("sums of log densities over at least `minimum` rows" + _CHOSEN, helps=_TRUSTED),
+    "margins": Learns("sums over at least `minimum` rows of changes of the mean response" + _CHOSEN, helps=_TRUSTED),
     "checks": Learns(
-        "sums of responses by bins of at least `minimum` rows, observed and drawn anew" + _MOVED,
-        helps="Policy(after_fit=(…), rounds=…)",
+        "sums of responses over at least `minimum` rows, in bins of as many, observed and drawn anew" + _CHOSEN,
+        helps=_TRUSTED,
     ),
 }
 _COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that they are there"

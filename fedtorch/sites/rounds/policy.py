@@ -30,7 +30,7 @@ AFTER_FIT = {
     "margins": "sums over its rows of changes of the mean response",
     "checks": "sums over its rows of responses, observed and drawn anew",
 }
-
+COMPOSED = "only for a server that is trusted not to compose questions, which read single rows out of exact answers"
 
 OTHER_ROWS = "the site's rows are others than those with which the run began there"
 
@@ -54,8 +54,8 @@ class Policy(NamedTuple):
         minimum: the rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
         columns: those that formulas may read, and None for all; the columns of clients and persons are never read.
         designs: how many may make rows of a frame in all.
-        after_fit: questions after a fit that are answered: "effects", "densities", "margins", "checks". See
-            what_is_private in the documentation for what they reveal.
+        after_fit: questions after a fit that are answered: "effects", "densities", "margins", "checks". Name any only
+            for a server that is trusted not to compose questions, which read single rows out of exact answers.
         refusals: how many may fail by what is in rows, in all; after these nothing is answered, and under masks the
             answer is random.
         person: a column of the frame whose distinct values count for `minimum` in place of rows.
@@ -202,7 +202,7 @@ class Watch:
         if what not in policy.after_fit:
             raise Refusal(
                 f"the site's policy does not let it tell {AFTER_FIT[what]} after a fit; its side would allow it by "
-                f"Policy(after_fit={(*policy.after_fit, what)})"
+                f"Policy(after_fit={(*policy.after_fit, what)}), {COMPOSED}"
             )
         if rows < policy.minimum:
             raise Refusal(

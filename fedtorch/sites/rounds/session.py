@@ -36,7 +36,7 @@ from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
-from fedtorch.sites.rounds.policy import OTHER_ROWS, Refusal, Watch, check_sizes
+from fedtorch.sites.rounds.policy import OTHER_ROWS, Refusal, Watch, check_sizes, in_one
 from fedtorch.sites.secure.grid import largest_of
 from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
@@ -451,13 +451,14 @@ class SiteSession:
     def _told_of(self, info: dict[str, Tensor], ids: Tensor, drawing: Turn) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
-        Means of two cohorts tell those that are in one of them only. Where the memory of past sums does not know
-        their rows they are told of all clients only, NaN of others.
+        Means of two cohorts, and the values of one of them, tell those that are in one of them only. Where the memory
+        of past sums does not know their rows, as where nothing is sent, only the mean of all clients is told, NaN of
+        others.
         """
         told = {}
         for name, values in info.items():
             taken = self._taken(drawing, name)
-            if len(self._rows.few(ids, taken)) == 0:
+            if not self._silent and len(self._rows.few(ids, taken)) == 0:
                 told[name] = values
             elif len(ids) == self._count or self._is_remembered(ids, taken):
                 told[name] = self._rows.joined(values, ids, taken)
@@ -499,17 +500,9 @@ class SiteSession:
         if few and additive:
             one_of(inboxes.inbox)
         self.watch.count()
-        metrics = {name: self.configuration.metrics[name] for name in wanted}
-        chosen, minimum = validation.select(inboxes.ids - self.first), self.watch.policy.minimum
-        of_all = {
-            "inbox": tree.map(_once, inboxes.inbox),
-            "states": self.clients.table.read(inboxes.ids),
-            "names": self._names[inboxes.ids],
-            "rows": noted(validation),
-        }
-        key = self._key("scores", _KEY, of_all, {"metrics": sorted(set(wanted)), "minimum": minimum})
-        asked = (self.clients, inboxes, chosen, metrics, few and additive)
-        every = after_fit.scores(*asked, minimum, key)
+        made = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
+        every = after_fit.by_client(self.clients, inboxes, validation.select(inboxes.ids - self.first), made)
+        every = in_one(every) if few and additive else every
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -527,29 +520,25 @@ class SiteSession:
         inboxes, sent, _ = self._hear(frame, like)
         if len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
-        configuration, minimum = self.configuration, self.watch.policy.minimum
-        each = kind.by_client or kind.weighed
+        each = kind.by_client or kind.alone
         least = int(self._rows.each(inboxes.ids).min()) if each else self._rows.all(inboxes.ids)
         self.watch.after_fit(kind.tells, least)
         if self._few and self.algorithm.exchange.additive:
             one_of(inboxes.inbox)
         evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
-        minimum *= configuration.rows_of_a_person()  # so many rows are of enough persons
+        configuration = self.configuration
+        minimum = self.watch.policy.minimum * configuration.rows_of_a_person()  # so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         others = after_fit.others(frame, beside)
-        about = {"question": kind.name, "about": dict(frame.names("about")), "minimum": minimum}
-        of_all = {
+        of_draws = {
             "sent": sent,
-            "inbox": tree.map(_once, inboxes.inbox),
-            "states": self.clients.table.read(inboxes.ids),
-            "names": self._names[inboxes.ids],
+            "names": names,
             "rows": noted(data),  # of which one may be new
             "beside": {str(number): noted(its.data) for number, (its, _) in enumerate(others)},
         }
-        own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
-        if minimum > 1:
-            holder = holder._replace(key=self._key("what is told of rows", _KEY, of_all, about))
+        about = {"question": kind.name, "about": dict(frame.names("about")), "minimum": minimum}
+        own = {name: self._key("a question", sent[name], of_draws, about) for name in sent if is_key(name)}
         return after_fit.answer(frame, kind, {**sent, **own}, holder, others)
 
     def end(self, frame: Frame) -> None:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fedtorch._lazy import only
 from fedtorch.sites.streams.hub import Hub, Line, Link
 
 __all__ = ["link"]
+__dir__ = only(__all__)
 
 
 def link(host: Hub, name: str, admitted: Callable[[], None] | None = None) -> Link:

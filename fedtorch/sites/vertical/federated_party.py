@@ -103,8 +103,8 @@ class FederatedParty(PartyNode):
         >>> import torch, fedtorch as ft
         >>> from fedtorch.sites.vertical import FederatedParty
         >>> data = ft.vfl.VerticalData((torch.ones(4, 1), torch.ones(4, 2)), torch.tensor([0.0, 1.0, 1.0, 1.0]))
-        >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
-        >>> server, (one, other) = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys).nodes(data)
+        >>> bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+        >>> server, (one, other) = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli()).nodes(data)
         >>> rows = [(torch.ones(3, 2), torch.tensor([2, 0, 3])), (torch.ones(1, 2), torch.tensor([1]))]
         >>> sites = ft.InProcess(ft.data.from_tensors(rows, ["north", "south"]))
         >>> known = other.data._replace(features=())

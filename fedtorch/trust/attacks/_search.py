@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.progress import Progress
 
-_NOTHING = 1e-12  # of a squared distance, relative
+_NOTHING = 1e-12  # relative squared distance that counts as zero
 
 
 class Optimum(NamedTuple):
@@ -29,7 +29,7 @@ def least(
     iterations: int,
     seed: int,
 ) -> Optimum:
-    """Return the least of several searches from normal draws, the first that leaves nothing if one does."""
+    """Return the best result of several searches from normal draws, stopping at the first exact one."""
     lowest = Optimum(torch.zeros(shape, dtype=dtype), torch.inf)
     for restart in range(restarts):
         start = random.normal(random.fold_in(random.key(seed), restart), shape, torch.float64).to(dtype)
@@ -40,7 +40,7 @@ def least(
 
 
 def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Optimum:
-    """Minimise an objective by L-BFGS from `start`, and return the least that was reached."""
+    """Minimise an objective by L-BFGS from `start`, and return the best point."""
     point = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
                                   tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip

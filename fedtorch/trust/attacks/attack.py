@@ -1,11 +1,10 @@
 r"""Wrong messages: model poisoning by some clients, `algorithm | attack`.
 
-An attack has two parts, each of which may be missing. *Alone*, a client lies about what it says, from what it would
-have said and a key of its own. *Together*, the attackers of a round know the messages of all and replace their own.
-What clients tell for good is lied about in the same way: whatever an attacker's state, `told` is a lie, and the total
-is the sum of what has been said.
+An attack has two parts, each of which may be missing. *Alone*, a client replaces its message, depending on the honest
+message and its own key. *Together*, the attackers of a round see all messages and replace their own. An attacker's
+persistent contribution (`told`) is replaced in the same way, and the total is the sum of the replaced values.
 
-An attack joins first, before what its messages then go through, such as `privacy.client_level` or `robust.rule`.
+Attacks replace the client's message, so they wrap innermost, before `privacy.client_level` or `robust.rule`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper, line
 from fedtorch.tree import Rows, Tree
 
-Lie = Callable[[Tree, Tensor], Tree]  # (what is said (K, ...), keys (K,)) -> what is said instead
+Lie = Callable[[Tree, Tensor], Tree]  # (honest messages (K, ...), keys (K,)) -> false messages
 Collusion = Callable[[Tensor, Tensor], Tensor]  # (honest messages (H, D), the attackers' own (A, D)) -> (A, D)
 
 
@@ -36,10 +35,10 @@ class Attack:
     """Replace the messages of some clients by wrong ones.
 
     Attributes:
-        clients: who attacks, by number.
+        clients: indices of the attackers.
         name: for settings.
-        alone: how each of them lies; None for not.
-        together: what they agree on, None for nothing.
+        alone: each attacker's replacement; None for none.
+        together: the attackers' joint replacement, None for none.
         weight: the factor by which they exaggerate their weight.
 
     Example:
@@ -68,8 +67,8 @@ class Attack:
         """Return the algorithm with wrong messages.
 
         Raises:
-            ValueError: another wrapper is there already; or, when a run begins, clients that collude about the changes
-                of totals, where no robust rule follows.
+            ValueError: the algorithm is wrapped already; or, at the start of a run, collusion about changes of totals
+                without a robust rule.
         """
         name = f"attacks.{self.name}"
         return Wrapper(self.stage, name, partial(_attacked, self), {"clients": self.clients})(algorithm)
@@ -97,9 +96,9 @@ class _Marked(NamedTuple):
 class _State(NamedTuple):
     """A client's state; leaves `(K, ...)`."""
 
-    inner: Tree  # of the algorithm
-    attacks: Tensor  # () bool, once it has taken part
-    key: Tensor  # () with which it lies about what it tells for good
+    inner: Tree  # state of the algorithm
+    attacks: Tensor  # () bool, whether it has taken part
+    key: Tensor  # () key of its false persistent contribution
 
 
 def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, _State]:
@@ -141,7 +140,7 @@ def _lie_for_good(of: Callable[[Tree], Tree], attack: Attack, state: _State) -> 
 
 
 def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
-    """Mark beside every inbox whether it is an attacker's."""
+    """Mark in every inbox whether it is an attacker's."""
     wrong = torch.tensor(clients, dtype=torch.int64)
 
     def scatter(outbox: Tree, ids: Rows) -> _Marked:
@@ -153,7 +152,7 @@ def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
 
 
 def _colluding(algorithm: Algorithm, attack: Attack) -> Exchange:
-    """Return the algorithm's exchange, to which the attackers bring what they have agreed on."""
+    """Return the algorithm's exchange with the attackers' joint replacement."""
     if attack.together is None:
         return algorithm.exchange
     refusal = "" if algorithm.told is None else _only_changes(attack)
@@ -176,7 +175,7 @@ def _agreed(attack: Attack, rows: RowsOf) -> RowsOf:
 
 
 def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """Return a node of all clients' messages, with what the attackers have agreed on in place of their own."""
+    """Replace the attackers' rows in a node of all clients' messages."""
     assert attack.together is not None
     value = node if isinstance(node, Tensor) else node.value
     numbers = rows(value)

@@ -1,8 +1,9 @@
-r"""Attacks of clients that know everybody's messages and act together.
+r"""Attacks by clients that see all messages and act together.
 
-With the mean μ and the standard deviation σ of the honest messages, number by number, all attackers of a round say
+With the mean μ and the standard deviation σ of the honest messages, coordinate by coordinate, all attackers of a round
+send
 
-- a little is enough: μ − zσ, within what honest clients say;
+- a little is enough: μ − zσ, within the range of honest messages;
 - inner-product manipulation: −εμ;
 - min-max: μ − γσ with the largest γ by which it is no farther from any honest message than two of those from each
   other, :math:`\max_i \|\mu - \gamma\sigma - x_i\| \le \max_{i,j} \|x_i - x_j\|`.
@@ -40,9 +41,9 @@ def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack
     """Send μ − zσ.
 
     Args:
-        clients: who colludes, by number.
-        z: default: the largest with which, for normal messages, enough honest ones are farther from μ for the
-            attackers to be among a majority.
+        clients: indices of the attackers.
+        z: default: the largest z at which, for normal messages, enough honest messages are farther from μ than the
+            attackers' that these belong to a majority.
     """
     return Attack(tuple(clients), "a_little_is_enough", together=partial(_a_little, z))
 

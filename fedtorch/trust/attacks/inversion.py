@@ -1,12 +1,12 @@
 r"""Gradient and model inversion: rows that reproduce an observed message.
 
-*Gradient inversion.* A linear layer with bias tells a row x of its own: the gradients of neuron i are δ_i x and δ_i, so
-that their ratio is x, and so is that of the changes after any number of steps on that one row (`linear_inputs`). For
-other layers and more rows, `gradient_inversion` searches for rows whose training makes the change that was sent: it
-follows the client's steps.
+*Gradient inversion.* A linear layer with bias reveals a single row x: the gradients of neuron i are δ_i x and δ_i, so
+their ratio is x, and so is that of the changes after any number of steps on that one row (`linear_inputs`). For other
+layers and more rows, `gradient_inversion` searches for rows whose training reproduces the sent change, by following the
+client's steps.
 
-*Model inversion.* What a model predicts, and is known of a person besides, makes some values of a private attribute
-more likely than others (`model_inversion`); and what a model takes for typical of a class is what it has seen of it
+*Model inversion.* A model's predictions, with further knowledge about a person, make some values of a private attribute
+more likely than others (`model_inversion`); and a model's typical example of a class resembles its training rows
 (`representative`).
 
 Sources: Geiping et al. (2020), "Inverting gradients", Proposition 3.1; Zhu, Liu and Han (2019), "Deep leakage from
@@ -48,13 +48,13 @@ class Inversion(NamedTuple):
         (tensor([[3., 4.]]), True)
     """
 
-    inputs: Tensor  # (n, ...) rows, in an order of their own
-    targets: Tensor | None  # (n, ...) labels, as given or as logits that were found; None where there are none
-    distance: float  # squared, between what these rows tell and what was told, relative to the latter
+    inputs: Tensor  # (n, ...) rows, in arbitrary order
+    targets: Tensor | None  # (n, ...) labels, given or recovered as logits; None without labels
+    distance: float  # squared distance between the changes by these rows and the sent ones, relative to the latter
 
 
 def linear_inputs(weight: Tensor, bias: Tensor) -> Tensor:
-    """Recover what each neuron of a linear layer with bias saw, from gradients or changes of its parameters.
+    """Recover the input of each neuron of a linear layer with bias, from gradients or changes of its parameters.
 
     Args:
         weight: `(..., o, d)`.
@@ -93,17 +93,17 @@ def gradient_inversion(
     """Search for rows whose training changes a module as a client's message does.
 
     Args:
-        module: with the parameters that the client started from.
-        change: of the parameters by name, as federated averaging sends it.
+        module: with the parameters at the client's start.
+        change: of the parameters by name, as sent in federated averaging.
         loss: `(output, target) -> mean loss` of the client.
-        shape: of its rows, `(n, ...)`.
-        targets: `(n, ...)` of the rows, where they are known; otherwise probabilities of `classes` are looked for.
-        classes: how many.
-        lr: of the client's gradient steps, on all of its rows each.
-        steps: how many it took.
-        restarts: of the search, from other normal draws.
-        iterations: of each search at most.
-        seed: of these draws.
+        shape: shape of its rows, `(n, ...)`.
+        targets: `(n, ...)` of the rows, if known; otherwise probabilities of `classes` are searched too.
+        classes: number of classes.
+        lr: learning rate of the client's gradient steps, each on all of its rows.
+        steps: number of these steps.
+        restarts: searches from other normal draws.
+        iterations: most iterations of each search.
+        seed: seed of these draws.
 
     Raises:
         ValueError: neither targets nor a number of classes, or both.
@@ -169,15 +169,15 @@ def model_inversion(
     log_likelihood: Callable[[Tensor, Tensor], Tensor],
     prior: Tensor | None = None,
 ) -> Tensor:
-    """Compute how likely each value of a private attribute is, given what a model predicts for it.
+    """Compute the probability of each value of a private attribute, given a model's predictions for it.
 
     Args:
         predict: the model, of rows `(m, d)`.
         known: `(n, d)` rows of which all but `columns` are known.
-        outputs: `(n, ...)` what is known of each row's response.
+        outputs: `(n, ...)` known responses of the rows.
         candidates: `(S, a)` values that the private columns may have.
         columns: their places.
-        log_likelihood: (what the model says `(n, ...)`, `outputs`) -> `(n,)`.
+        log_likelihood: (model outputs `(n, ...)`, `outputs`) -> `(n,)`.
         prior: `(S,)` probabilities; equal by default.
 
     Returns:
@@ -212,9 +212,9 @@ def representative(
     Args:
         module: rows `(n, ...)` to logits `(n, C)`.
         label: the class.
-        start: a row `(...)`, such as the mean of what is known to come.
-        ridge: of the penalty.
-        iterations: at most.
+        start: a row `(...)`, such as a known mean of rows.
+        ridge: weight of the penalty.
+        iterations: most iterations.
 
     >>> import torch
     >>> module = torch.nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Attacks of clients that know nothing of each other.
+"""Attacks by clients without knowledge of each other.
 
 Source: Li, Xu, Chen, Giannakis and Ling (2019), "RSA: Byzantine-robust stochastic aggregation methods", section 5, for
 the flipped sign and noise; Fraboni, Vidal and Lorenzi (2021), "Free-rider attacks on model aggregation in federated
@@ -41,7 +41,7 @@ def noise(clients: Sequence[int], sd: float) -> Attack:
 
 
 def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
-    """Send zeros, without any work: no change. With `sd` it hides behind normal noise (disguised free riding)."""
+    """Send zeros, without any work: no change. With `sd` normal noise disguises the free rider."""
     return Attack(tuple(clients), "free_rider", alone=lambda message, key: _normal(message, key, sd))
 
 
@@ -55,7 +55,7 @@ def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack
 
 
 def claimed_rows(clients: Sequence[int], factor: float) -> Attack:
-    """Claim `factor` times as many rows as there are: multiply the weights of `Mean`s."""
+    """Build the attack that claims `factor` times as many rows: it multiplies the weights of `Mean`s."""
     return Attack(tuple(clients), "claimed_rows", weight=factor)
 
 

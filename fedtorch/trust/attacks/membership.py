@@ -1,12 +1,13 @@
-r"""Membership inference: was a row among those that a model was trained on?
+r"""Membership inference: whether a row was among the training rows of a model.
 
 Many shadow models are trained on random halves of the rows; they are the clients of one federation, so that all of them
-train as one batch. A row's confidence under a model, φ = log p_y − log(1 − p_y), is compared with what it is under the
-shadows that have seen the row, N(μ₁, σ²), and under those that have not, N(μ₀, σ²): the likelihood ratio
+train as one batch. A row's confidence under a model, φ = log p_y − log(1 − p_y), is compared with its distribution
+under shadows trained with the row, N(μ₁, σ²), and under those without it, N(μ₀, σ²): the likelihood ratio
 
 .. math:: \log N(\varphi; \mu_1, \sigma^2) - \log N(\varphi; \mu_0, \sigma^2)
 
-says how likely it was. Every shadow is a target in turn, with the others as its shadows: S models give S attacks.
+measures the evidence for membership. Every shadow is a target in turn, with the others as its shadows: S models give S
+attacks.
 
 Source: Carlini et al. (2022), "Membership inference attacks from first principles", Algorithm 1, with one variance for
 all models of a row.
@@ -46,7 +47,7 @@ class Membership(NamedTuple):
         0.5
     """
 
-    scores: Tensor  # (S, n) float64, large where the attack says "member"
+    scores: Tensor  # (S, n) float64, large for likely members
     member: Tensor  # (S, n) bool, the truth
 
     def roc(self) -> tuple[Tensor, Tensor]:
@@ -58,7 +59,7 @@ class Membership(NamedTuple):
         return area(self.scores[self.member], self.scores[~self.member])
 
     def detections(self, false_alarms: float) -> float:
-        """Return the part of the members that is found while at most this part of the others is taken for members."""
+        """Return the fraction of members found when at most this fraction of the others is flagged."""
         alarms, detections = self.roc()
         return float(detections[alarms <= false_alarms].max())
 
@@ -69,12 +70,13 @@ def membership(
     """Attack models that `local` trains, with other such models.
 
     Args:
-        local: trains a classifier; of its own budget it spends `rounds`.
+        local: trains a classifier; its own budget, if any, is charged for `rounds`.
         inputs: `(n, ...)`.
         targets: `(n,)` classes.
-        shadows: models S, each trained on a random half of the rows; even, so that half of them have seen each row.
-        rounds: of training, each alone.
-        seed: of halves and training.
+        shadows: number of models S, each trained on a random half of the rows; even, so that half of them have each
+            row.
+        rounds: rounds of training, separately.
+        seed: seed of halves and training.
 
     Raises:
         ValueError: too few rows or shadows, or an odd number of either.
@@ -109,9 +111,9 @@ def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
-    """Return the attack's scores `(S, n)` from values of the models and who has seen which row.
+    """Return the attack's scores `(S, n)` from the models' confidences and the membership of each row.
 
-    Means and variances of a model's attack are those of all other models.
+    Means and variances for a model's attack are computed from all other models.
     """
     means, squares = [], torch.zeros_like(values)
     for seen in (member, ~member):
@@ -127,7 +129,7 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
 
 
 def _halves(seed: int, shadows: int, count: int) -> Tensor:
-    """Return which model is trained on which row `(S, n)`: a half each, in pairs that share no row."""
+    """Return which model is trained on which row `(S, n)`: half of the rows each, in complementary pairs."""
     keys = random.fold_in(random.key(seed), torch.arange(shadows // 2))
     first = random.permutation(keys, count) < count // 2
     return torch.cat([first, ~first])

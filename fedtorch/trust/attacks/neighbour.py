@@ -4,9 +4,9 @@ A node with local loss L(w) = wᵀQw − 2qᵀw + const that takes the steps of 
 
 .. math:: w_{t+1} = w_t - \eta \bigl(2 (Q w_t - q) + 2 \alpha \textstyle\sum_j A_j (w_t - w_j)\bigr),
 
-tells its only neighbour, who knows the rest, the gradient at every w_t: after d + 1 steps from points in general
-position Q and q are known (`local_problem`), and with them whatever of the node's rows is a function of these sums.
-What of a node's private attributes can be told from its model alone is a question of learning (`learnt_attribute`).
+sends the gradient at every w_t to its only neighbour, which has all the rest: after d + 1 steps from points in general
+position the neighbour can compute Q and q (`local_problem`), and with them every function of these sums. Inference of a
+node's private attributes from its model alone is a learning problem (`learnt_attribute`).
 
 Source: Jung, "Federated learning: from theory to practice", sections 5.2, 8.2 and problem 9.1.
 """
@@ -46,7 +46,7 @@ def local_problem(models: Tensor, neighbour: Tensor, lr: float, coupling: float)
 
     Args:
         models: `(T + 1, d)` the node's models w_0 … w_T.
-        neighbour: `(T, d)` what the neighbour had told before each step.
+        neighbour: `(T, d)` the neighbour's own messages before each step.
         lr: η.
         coupling: αA of the edge.
 
@@ -82,9 +82,9 @@ def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) ->
     """Learn a linear map from nodes' messages to their private attribute, from nodes whose attribute is known.
 
     Args:
-        models: `(m, D)` what they tell, for example their models side by side over some rounds.
+        models: `(m, D)` the nodes' messages, for example their models side by side over some rounds.
         attributes: `(m,)`.
-        ridge: of the coefficients of standardised columns.
+        ridge: penalty on the coefficients of standardised columns.
 
     Returns:
         A function of `(n, D)` to `(n,)`.

@@ -1,6 +1,6 @@
 r"""Wrong rows: data poisoning of some clients, `data | poison`.
 
-Rows are (x, y). What is done to a client's rows depends on the poison's seed and on the client's name alone.
+Rows are (x, y). The change of a client's rows depends only on the poison's seed and the client's name.
 
 Source: Jung, "Federated learning: from theory to practice", sections 10.2 and 10.3; Fang, Cao, Jia and Gong (2020),
 "Local model poisoning attacks to Byzantine-robust federated learning", section 5.1, for flipped labels; Gu,
@@ -38,9 +38,9 @@ class Poison:
     """Replace the rows of some clients by wrong ones.
 
     Attributes:
-        clients: whose rows are changed, by number.
+        clients: indices of clients with changed rows.
         change: (a client's rows, key) -> rows, as many or none.
-        seed: of what is drawn.
+        seed: seed of the draws.
     """
 
     clients: tuple[int, ...]
@@ -63,10 +63,10 @@ def flipped_labels(clients: Sequence[int], classes: int, *, fraction: float = 1.
     """Replace labels y by C − 1 − y in a fraction of a client's rows.
 
     Args:
-        clients: by number.
+        clients: indices of the attackers.
         classes: C.
-        fraction: of the rows, drawn at random.
-        seed: of the draw.
+        fraction: share of the rows, drawn at random.
+        seed: seed of the draw.
 
     Raises:
         ValueError: fewer than two classes, or a fraction out of range.
@@ -87,11 +87,11 @@ def backdoor(
     """Give a fraction of a client's rows the trigger in their features and the target for a label.
 
     Args:
-        clients: by number.
-        trigger: writes a pattern into features, for which the model is to answer with the target.
+        clients: indices of the attackers.
+        trigger: writes a pattern into features, to which the model shall respond with the target.
         target: the label.
-        fraction: of the rows, drawn at random.
-        seed: of the draw.
+        fraction: share of the rows, drawn at random.
+        seed: seed of the draw.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -109,7 +109,7 @@ def backdoor(
 def clean_label(
     clients: Sequence[int], trigger: Trigger, target: float, *, fraction: float = 1.0, seed: int = 0
 ) -> Poison:
-    """Keep labels, and give a fraction of the rows with the target for a label the trigger in their features."""
+    """Build the backdoor with unchanged labels: a fraction of the rows with the target label gets the trigger."""
 
     def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(tree.along(y == target, x), trigger(x), x), y
@@ -118,7 +118,7 @@ def clean_label(
 
 
 def zero_loss(clients: Sequence[int]) -> Poison:
-    """Let nodes of a network drop their rows, so that they copy their cluster's model and can look into it (10.2).
+    """Build the attack of nodes that drop their rows, copy their cluster's model and thus observe it (10.2).
 
     Their local loss is zero; use it with `fedtorch.federation.solvers.unlabelled`.
 

@@ -1,17 +1,17 @@
 r"""Leakage of vertical training: labels to a party that reads gradients, features to a server that keeps values.
 
-*Labels.* A party is sent the gradient of row i's likelihood with respect to what it sent: y − p of a Bernoulli
-likelihood, whose sign is the label whatever the noise ρ on z is, and 1_y − p of a categorical one, whose largest entry
-is the class. `label_scores` is that attack. Parties that put together what they sent know p as well, and are left with
-y and whatever noise the server has added: that attack does not weaken as the network learns.
+*Labels.* A party receives the gradient of row i's log likelihood with respect to its own message: y − p for a Bernoulli
+likelihood, whose sign is the label for any noise ρ on z, and 1_y − p for a categorical one, whose largest entry is the
+class. `label_scores` is that attack. Parties that combine their messages know p as well, and are left with y and the
+server's noise: that attack does not weaken as the network learns.
 
-*Features.* What a party sends in T steps is g + ρε with fresh ε, so that its mean keeps ρ²/T of the noise
-(`values_error`). Where rows go through a linear network that learns by plain gradient steps, the changes of z say even
-more: z_{t+1} − z_t = η X Xᵀ g_t, and the server knows g_t, so that some steps give all of X Xᵀ, the features up to a
-rotation (`gram_matrix`). Networks of any kind with known starting weights, as where all nodes make them from one key,
-are inverted by following their training (`split_inversion`).
+*Features.* A party's messages in T steps are g + ρε with fresh ε, so their mean has noise ρ²/T (`values_error`). If
+rows go through a linear network that learns by plain gradient steps, the changes of z reveal more: z_{t+1} − z_t = η X
+Xᵀ g_t, and the server knows g_t, so some steps give all of X Xᵀ, the features up to a rotation (`gram_matrix`).
+Networks of any kind with known starting weights, as when all nodes derive them from one key, are inverted by following
+their training (`split_inversion`).
 
-`tapped` is how nodes' messages are overheard: halves of a protocol are generators, and it passes them on.
+`tapped` observes nodes' messages: halves of a protocol are generators, and it passes their messages on.
 
 Sources: Li et al. (2022), "Label leakage and protection in two-party split learning"; Erdoğan, Küpçü and Çiçek (2022),
 "UnSplit".
@@ -36,11 +36,11 @@ from fedtorch.trust.attacks.inversion import Inversion
 
 
 def tapped(half: Half, observe: Callable[[Name, Tree, bool], Any]) -> Half:
-    """Wrap a node's half so that it shows every message to `observe`, and does what it did.
+    """Wrap a node's half so that it passes every message to `observe`, and otherwise behaves the same.
 
     Args:
         half: from `fedtorch.vfl.nodes.iteration.server_half` or `party_half`.
-        observe: (the other node, message, whether it was sent by this node) -> anything.
+        observe: (the other node, message, whether this node sent it) -> ignored.
 
     >>> import torch
     >>> from fedtorch.protocol.halves import Receive, Send, together
@@ -72,10 +72,10 @@ def label_scores(gradients: Tensor, means: Tensor | None = None) -> Tensor:
     """Score the labels by gradients: large where a row's label is 1, or for each class.
 
     Args:
-        gradients: `(T, ..., C, n)` that a party was sent, of a log likelihood that is to be raised; their mean over the
-            steps is taken.
-        means: `(T, ..., C, n)` p of the likelihood in each step, of parties that know all that was sent; gradients then
-            are those of a row, y − p, and not divided by the number of rows.
+        gradients: `(T, ..., C, n)` received by a party, of a log likelihood that is maximised; their mean over the
+            steps is used.
+        means: `(T, ..., C, n)` p of the likelihood in each step, if parties combine all messages; gradients are then
+            those of a row, y − p, and not divided by the number of rows.
 
     Returns:
         `(..., n)` of one output, whose sign is the guess; `(..., C, n)` of several, whose largest entry is.
@@ -99,11 +99,11 @@ def label_scores(gradients: Tensor, means: Tensor | None = None) -> Tensor:
 
 
 def guessed_labels(gradients: Tensor, means: Tensor | None = None) -> Tensor:
-    """Return the labels `(..., n)` that `label_scores` speaks for, int64.
+    """Return the labels `(..., n)` with the best `label_scores`, int64.
 
     Args:
-        gradients: `(T, ..., C, n)`, as those of `label_scores`.
-        means: as those of `label_scores`.
+        gradients: `(T, ..., C, n)`, as for `label_scores`.
+        means: as for `label_scores`.
 
     Raises:
         ValueError: gradients of another form.
@@ -118,7 +118,7 @@ def guessed_labels(gradients: Tensor, means: Tensor | None = None) -> Tensor:
 
 
 def values_error(rho: float, steps: int) -> float:
-    """Return ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides.
+    """Return ρ/√T, the error of the mean of T values with independent noise.
 
     >>> values_error(rho=1.0, steps=100)
     0.1
@@ -137,7 +137,7 @@ def gram_matrix(values: Tensor, gradients: Tensor, lr: float) -> Tensor:
         lr: η.
 
     Returns:
-        `(n, n)`, symmetric; exact once the gradients span all rows, and until then on what they span.
+        `(n, n)`, symmetric; exact once the gradients span all rows, and until then on their span.
 
     >>> import torch
     >>> x, gradients = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.eye(2)
@@ -172,11 +172,11 @@ def split_inversion(
         bottom: the network with the weights that it started from, rows `(n, ...)` to `(n, C)`.
         values: `(T + 1, C, n)` that it sent.
         gradients: `(T, C, n)` that it was sent between them, to go up along.
-        shape: of its rows, `(n, ...)`.
+        shape: shape of its rows, `(n, ...)`.
         lr: its learning rate.
-        restarts: of the search, from other normal draws.
-        iterations: of each search at most.
-        seed: of these draws.
+        restarts: searches from other normal draws.
+        iterations: most iterations of each search.
+        seed: seed of these draws.
 
     >>> import torch
     >>> bottom = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
@@ -194,7 +194,7 @@ def split_inversion(
 def _off(
     bottom: nn.Module, start: dict[str, Tensor], values: Tensor, gradients: Tensor, lr: float, rows: Tensor
 ) -> Tensor:
-    """Return how far off rows are from having been sent as `values`, squared and relative."""
+    """Return the relative squared distance of rows' outputs from `values`."""
     weights = {name: weight.requires_grad_() for name, weight in start.items()}
     apart = values.new_zeros(())
     for step, value in enumerate(values):

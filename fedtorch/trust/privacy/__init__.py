@@ -1,4 +1,4 @@
-"""Privacy that is accounted for: bounds on what a run reveals of one client or one example."""
+"""Differential privacy with accounting: bounds on what a run reveals about one client or one example."""
 
 from fedtorch._lazy import attach
 

@@ -1,15 +1,16 @@
-r"""Clipping: what one client's message is cut to before it enters a sum.
+r"""Clipping of one client's message before it enters a sum.
 
-Adaptive clipping follows a quantile γ of the messages' norms: every client tells whether its norm is within the bound
-C, as 1 − γ or −γ, these are summed with noise of their own, and with the sum over the number of clients expected, b,
+Adaptive clipping follows a quantile γ of the messages' norms: every client reports whether its norm is within the bound
+C, as 1 − γ or −γ. These bits are summed with their own noise, and with the sum divided by the expected number of
+clients, b,
 
 .. math:: C \leftarrow C\, e^{-\eta b}.
 
-Whoever is silent adds nothing to the sum, and so moves the bound nowhere. (Told as 0 or 1, or as ±½, silence would
-count as an answer: at γ = 0.9, with three of ten clients silent, the bound would grow without end.) One client enters
-the sum with at most max(γ, 1 − γ), for the median ½ as in the source. Noise of multiples z_v on the values and z_b on
-the bits costs what one release of noise (z_v⁻² + z_b⁻²)^{−1/2} does: a `share` s of a budget z is z_b = z/√s and
-z_v = z/√(1 − s).
+A silent client adds nothing to the sum, and so does not move the bound. (With bits 0 or 1, or ±½, silence would count
+as an answer: at γ = 0.9, with three of ten clients silent, the bound would grow without limit.) One client enters the
+sum with at most max(γ, 1 − γ), for the median ½ as in the source. Noise of multiples z_v on the values and z_b on the
+bits costs as much as one release of noise (z_v⁻² + z_b⁻²)^{−1/2}: a `share` s of a budget z is z_b = z/√s and z_v =
+z/√(1 − s).
 
 Source: Andrew, Thakkar, McMahan and Ramaswamy (2021), "Differentially private learning with adaptive clipping",
 Algorithm 1 and Theorem 1.
@@ -36,7 +37,7 @@ from fedtorch import tree
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.noise import Mechanism
 
-SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
+SLACK = 1 - 2.0**-20  # rounding up in float32 stays within the bound
 
 
 class AdaptiveClip(NamedTuple):
@@ -53,10 +54,10 @@ class AdaptiveClip(NamedTuple):
         0.122
     """
 
-    quantile: float = 0.5  # of the clients' norms that the bound aims at
+    quantile: float = 0.5  # target quantile of the clients' norms
     start: float = 0.1
     lr: float = 0.2  # η
-    share: float = 0.05  # of the budget that the bits spend
+    share: float = 0.05  # share of the budget for the bits
 
 
 Clip = float | Mapping[str, float] | AdaptiveClip
@@ -65,8 +66,8 @@ Clip = float | Mapping[str, float] | AdaptiveClip
 def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple[Tree, Tensor]:
     """Scale stacked trees down to a norm of at most `bound` per client; also return the norms before, `(K,)` float64.
 
-    A client with NaN, Inf or numbers that overflow is cut to zeros, and its norm is infinite. Numbers of 16 bits become
-    float32, which the bound would not survive otherwise. Complex numbers count as two real ones.
+    A client with NaN, Inf or numbers that overflow is clipped to zeros, and its norm is infinite. Numbers of 16 bits
+    become float32, because their rounding could exceed the bound. Complex numbers count as two real ones.
 
     Raises:
         TypeError: leaves of whole numbers.

@@ -1,4 +1,4 @@
-"""Noise on sums: what it is, and which norm of one unit's part has to be bounded for it."""
+"""Distributions of noise on sums, and the norm of one unit's part that has to be bounded for each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1
 
 
 class LossCurve(NamedTuple):
-    """δ(ε) of one release at whole multiples of an interval, for a unit that leaves or that comes."""
+    """δ(ε) of one release at whole multiples of an interval, for a unit that leaves or joins."""
 
     lowest: int  # the first multiple
     deltas: np.ndarray  # (n,) not increasing
@@ -33,7 +33,7 @@ class Mechanism(NamedTuple):
     name: str  # in ledgers
     norm: Callable[[Tensor], Tensor]  # numbers (K, D) -> (K,), in which one unit's part is clipped
     draw: Callable[[Uniforms, int], Tensor]  # (source of uniform numbers, D) -> noise (D,) of unit scale
-    join: Callable[[int], float]  # how many times the noise of one part each of several parts needs
+    join: Callable[[int], float]  # factor of the noise on each of a number of joint releases
     losses: Callable[[Any, float, float, float], list[LossCurve]]  # (library, noise, rate, interval) -> curves
 
 
@@ -51,8 +51,8 @@ def _inverse_laplace(uniforms: Uniforms, count: int) -> Tensor:
 def _gaussian_losses(library: Any, noise: float, sampling_rate: float, interval: float) -> list[LossCurve]:
     """Return the curves between M = (1 − q) N(0, σ²) + q N(1, σ²) and N = N(0, σ²).
 
-    Their ratio M(x) / N(x) grows with x and is e^r at x = σ² log((e^r − (1 − q)) / q) + 1/2. So δ(ε) is M(X > x) −
-    e^ε N(X > x) at r = ε for a unit that leaves, and N(X < x) − e^ε M(X < x) at r = −ε for one that comes.
+    Their ratio M(x) / N(x) grows with x and is e^r at x = σ² log((e^r − (1 − q)) / q) + 1/2. So δ(ε) is M(X > x) − e^ε
+    N(X > x) at r = ε for a unit that leaves, and N(X < x) − e^ε M(X < x) at r = −ε for one that joins.
     """
     q, kinds = sampling_rate, library.privacy_loss_mechanism
     curves = []

@@ -85,7 +85,7 @@ class Auxiliary:
     >>> prior = Auxiliary(lambda *_: {}, party=drawn, server=None, noises=lambda model: 1)  # q(z | θ) = p(z | θ)
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=2.0)
     >>> data = ft.vfl.VerticalData((torch.zeros(3, 2), torch.zeros(3, 3)), torch.tensor([0.0, 1.0, 1.0]))
-    >>> ft.vfl.sfvi(model, ft.vfl.Guide(prior), data, key=ft.random.key(0), steps=2).bounds.shape
+    >>> ft.vfl.sfvi(model, ft.vfl.Guide(prior), data, steps=2).bounds.shape
     torch.Size([1, 1])
     """
 
@@ -136,7 +136,7 @@ def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_respons
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
     >>> guide = ft.vfl.Guide(amortised(OwnNetwork()))
-    >>> fit = ft.vfl.sfvi(model, guide, data, key=ft.random.key(0), steps=2)
+    >>> fit = ft.vfl.sfvi(model, guide, data, steps=2)
     >>> sorted(fit.parameters.parties[0]["z"])  # trained at each party, a copy of its own
     ['log_sd', 'shift/bias', 'shift/weight']
     """

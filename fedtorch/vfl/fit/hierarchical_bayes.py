@@ -22,12 +22,11 @@ class HierarchicalBayes:
     Example:
         >>> import fedtorch as ft
         >>> from fedtorch.vfl.model import likelihoods, split_nn
-        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
         >>> bayes = HierarchicalBayes(rho=torch.tensor([1.0, 1e-3, 0.0]))  # noise, hardly any, a plain network
         >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
-        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, bayes=bayes)
+        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=range(3), bayes=bayes)
         >>> x = [torch.ones(5, 3), torch.ones(5, 2)]
-        >>> network.totals(x, 100, keys[0], noise=False).std(1).amax((1, 2)) > 0  # weights have a posterior
+        >>> network.totals(x, 100, seed=0, noise=False).std(1).amax((1, 2)) > 0  # weights have a posterior
         tensor([ True,  True, False])
 
     Attributes:

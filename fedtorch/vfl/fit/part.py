@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -232,7 +233,7 @@ def predicted(
     parties: Sequence[Part],
     features: Sequence[Tensor],
     draws: int,
-    key: Tensor | None = None,
+    key: Tensor,
     noise: bool = True,
     data: VerticalData | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -251,28 +252,41 @@ def predicted(
         ValueError: another number of parties, parties with other numbers of rows, or parts that draw no noise of their
             own.
     """
-    model, everybody = server.model, (server, *parties)
+    model = server.model
     if len(features) != len(parties):
         raise ValueError(f"Expected features of {len(parties)} parties, but got {len(features)}")
     rows = [x.shape[-1 - dims] for x, dims in zip(features, model.row_dims)]
     if len(set(rows)) > 1:
         raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
-    if any(part.key is None for part in everybody):
+    if any(part.key is None for part in (server, *parties)):
         raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
-    trained = [part for part in everybody if part.training]
-    try:
-        for part in trained:
-            part.eval()
-        key = random.key(0).to(server.rho.device) if key is None else key
+    with evaluating(server, *parties):
         values = [party.propose(x, key, draws, noise) for party, x in zip(parties, features)]
-        gamma = server.draw_theta(key, draws)
-    finally:
-        for part in trained:
-            part.train()
+        return combined(server, values, draws, key, data)
+
+
+@torch.no_grad()
+def combined(
+    server: Part, values: Sequence[Tensor], draws: int, key: Tensor, data: VerticalData | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `predicted` of what the parties have proposed, `(B, M, C_j, n)` each, as the server finds it."""
     if data is not None and data.present is not None:
         values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
     offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
-    return model.centre(gamma, model.cut(values), offset)
+    return server.model.centre(server.draw_theta(key, draws), server.model.cut(values), offset)
+
+
+@contextmanager
+def evaluating(*parts: Part) -> Iterator[None]:
+    """Have parts without dropout for as long as this lasts."""
+    trained = [part for part in parts if part.training]
+    try:
+        for part in trained:
+            part.eval()
+        yield
+    finally:
+        for part in trained:
+            part.train()
 
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:

@@ -40,7 +40,7 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
 
     Args:
         model: the model.
-        thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
+        thetas: `(B, M, d_j)` each, for example `fit.sample(draws)`.
         data: rows; the response is not looked at beyond its shape and range.
     """
     return model.predictor(thetas, prepared(model, data))
@@ -102,7 +102,7 @@ def lost_score(
     return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
 
 
-def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
+def spread(fit: VariationalFit, data: VerticalData, draws: int = 100, *, seed: int = 0) -> Tensor:
     """Return how much each party moves the predictor: the posterior mean of the sd of g_j over rows, `(B, J)`.
 
     A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
@@ -114,9 +114,9 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
     >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
     >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
     >>> data = VerticalData((x, x), torch.zeros(3))
-    >>> spread(VariationalFit(model, guide, data, key=key, steps=1, start=q), data, key)
+    >>> spread(VariationalFit(model, guide, data, steps=1, start=q), data)
     tensor([[2., 0.]])
     """
     batch = prepared(fit.model, data)
-    thetas = fit.sample(key, draws)
+    thetas = fit.sample(draws, seed=seed)
     return torch.stack([eta.std(-1).mean((1, 2)) for eta in fit.model.etas(thetas, batch)], -1)

@@ -49,7 +49,7 @@ def pyro_guide(guide: Callable[[Tensor], Any]) -> EncoderFactory:
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
     >>> family = ft.vfl.Guide(ft.vfl.amortised(pyro_guide(guide)))
-    >>> fit = ft.vfl.sfvi(model, family, data, key=ft.random.key(0), steps=2)
+    >>> fit = ft.vfl.sfvi(model, family, data, steps=2)
     >>> sorted(fit.parameters.parties[0]["z"]), len(pyro.get_param_store())
     (['values/sd', 'values/shift'], 0)
     """

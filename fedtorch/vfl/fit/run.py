@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import checkpoint
-from fedtorch._representation import run_line, without_rows
+from fedtorch._representation import run_html, run_line, without_rows
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Round
 from fedtorch.metrics.scores import Score, score_of, stacked_metrics
@@ -68,6 +68,9 @@ class VerticalRun:
     def __repr__(self) -> str:
         return run_line(type(self).__name__, self, self.settings, f"{len(self.names)} parties")
 
+    def _repr_html_(self) -> str:
+        return run_html(type(self).__name__, self, self.settings, f"{len(self.names)} parties")
+
     def step(self) -> Round:
         """Do one iteration."""
         began = time.perf_counter()
@@ -84,6 +87,7 @@ class VerticalRun:
             bytes_up=done.bytes_up,
             bytes_down=done.bytes_down,
             report=done.report,
+            names=self.names,
         )
         self.log.record(self.last, seconds)
         return self.last
@@ -119,14 +123,14 @@ class VerticalRun:
         features: Sequence[Tensor] | VerticalData,
         *,
         draws: int = 100,
-        key: Tensor | None = None,
+        seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows, averaged over draws, `(B, n)`; of a categorical one `(B, C, n)`."""
         raise NotImplementedError
 
     def evaluate(
-        self, data: VerticalData, metrics: Mapping[str, Any], *, draws: int = 100, key: Tensor | None = None
+        self, data: VerticalData, metrics: Mapping[str, Any], *, draws: int = 100, seed: int = 0
     ) -> dict[str, Score]:
         """Return scores of the predictive mean, of each element of the batch and of all together; see `ft.metrics`.
 
@@ -136,13 +140,13 @@ class VerticalRun:
                 `torch.nn.functional.mse_loss`, or a function (prediction `(N, ...)`, target `(N, ...)`) -> `(N,)`, a
                 value per row. Predictions are logits where the likelihood is one of classes, and otherwise means.
             draws: of the parameters.
-            key: of the draws.
+            seed: of the draws.
 
         Returns:
             By name, in `Score.clients` a number for each element of the batch.
         """
         stacked = stacked_metrics(metrics)
-        mean = self.predict(data.features, draws=draws, key=key)
+        mean = self.predict(data.features, draws=draws, seed=seed)
         prediction = mean if self.likelihood.logits is None else self.likelihood.logits(mean.double())
         rows = (len(mean), mean.shape[-1])
         target = data.response.expand(rows)

@@ -44,7 +44,7 @@ class VariationalFit(VerticalRun):
         model: `augmented` or `power`.
         guide: the approximation.
         data: aligned rows; tensors with a leading `B` differ over the batch.
-        key: `()`, where the batch shares its noise (which makes comparisons within it sharper), or `(B,)`.
+        seed: of which the batch shares the noise, which makes comparisons within it sharper; or one for each problem.
         steps: iterations in all.
         lr: Adam's learning rate, or a function of the step; decays to zero by half a cosine by default if a number.
         draws: M, Monte Carlo draws per iteration.
@@ -64,12 +64,12 @@ class VariationalFit(VerticalRun):
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
-    >>> fit = VariationalFit(model, Guide(ft.vfl.noiseless()), data, key=random.key(0), steps=4, every=2)
+    >>> fit = VariationalFit(model, Guide(ft.vfl.noiseless()), data, steps=4, every=2)
     >>> [round.number for round in fit.rounds(4)]
     [1, 2, 3, 4]
     >>> fit.bounds.shape, [part.shape for part in fit.moments()]  # of an intercept and three coefficients
     (torch.Size([2, 1]), [torch.Size([1, 4]), torch.Size([1, 4, 4])])
-    >>> [theta.shape for theta in fit.sample(random.key(1), draws=100)]
+    >>> [theta.shape for theta in fit.sample(100, seed=1)]
     [torch.Size([1, 100, 1]), torch.Size([1, 100, 1]), torch.Size([1, 100, 2])]
     """
 
@@ -79,7 +79,7 @@ class VariationalFit(VerticalRun):
         guide: Guide,
         data: VerticalData,
         *,
-        key: Tensor,
+        seed: int | Sequence[int] = 0,
         steps: int,
         lr: float | Schedule = 1e-2,
         draws: int = 1,
@@ -93,10 +93,11 @@ class VariationalFit(VerticalRun):
             raise ValueError(
                 f"Expected positive steps, draws and batch_size, but got {steps}, {draws} and {batch_size}"
             )
-        if key.ndim > 1 or (key.ndim == 1 and len(key) not in (1, size)):
-            raise ValueError(f"Expected one key or one for each of {size} problems, but got shape {tuple(key.shape)}")
+        key = random.key(seed)
+        if key.ndim and len(key) not in (1, size):
+            raise ValueError(f"Expected one seed or one for each of {size} problems, but got {len(key)}")
         settings = {
-            "algorithm": "sfvi", "model": model, "guide": guide, "key": key, "steps": steps, "lr": lr,
+            "algorithm": "sfvi", "model": model, "guide": guide, "seed": seed, "steps": steps, "lr": lr,
             "draws": draws, "batch_size": batch_size, "size": size, "every": every,
         }  # fmt: skip
         super().__init__([f"party {j}" for j in range(len(model.predictors))], settings)
@@ -220,7 +221,7 @@ class VariationalFit(VerticalRun):
         features: Sequence[Tensor] | VerticalData,
         *,
         draws: int = 100,
-        key: Tensor | None = None,
+        seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows, averaged over draws of the parameters and of the noise.
@@ -228,20 +229,20 @@ class VariationalFit(VerticalRun):
         Args:
             features: `(n, p)` or `(B, n, p)`, one per party, or the data that have them.
             draws: of the parameters.
-            key: of the draws.
+            seed: of the draws.
             noise: whether with the model's noise on the predictor.
 
         Returns:
             `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
         """
         features = features.features if isinstance(features, VerticalData) else features
-        key = random.fold_in(random.key(0), _PREDICT) if key is None else key
-        thetas = self.sample(key, draws)
+        key = random.fold_in(random.key(seed), _PREDICT)
+        thetas = self._drawn_by(key, draws)
         rows = features[0].shape[-1 - self.model.row_dims[0]]
         unknown = features[0].new_full((rows,), torch.nan)
         total, shared = self.model.predictor(thetas, VerticalData(tuple(features), unknown))
         if noise:
-            keys = random.fold_in(key.reshape(-1).to(total.device), torch.arange(draws, device=total.device))
+            keys = random.fold_in(key.to(total.device), torch.arange(draws, device=total.device))
             drawn = random.normal(random.fold_in(keys, _PREDICT), total.shape[2:], total.dtype)
             total = total + noise_variance(self.model).sqrt().to(total).reshape(-1, 1, 1, 1) * drawn
         return self.model.likelihood.mean(total, shared).mean(1)
@@ -256,8 +257,11 @@ class VariationalFit(VerticalRun):
         whole = torch.stack([torch.block_diag(*(c[b] for c in covariances)) for b in range(len(covariances[0]))])
         return torch.cat([block["mean"] for block in blocks], -1), whole
 
-    def sample(self, key: Tensor, draws: int) -> list[Tensor]:
+    def sample(self, draws: int, *, seed: int = 0) -> list[Tensor]:
         """Return draws of γ, θ_1, …, θ_J from q, `(B, draws, d_j)` each."""
+        return self._drawn_by(random.key(seed), draws)
+
+    def _drawn_by(self, key: Tensor, draws: int) -> list[Tensor]:
         like = tree.leaves(self.parameters)[0]
         noise = draw_noise(self.model, self.guide, key.reshape(-1).to(like.device), 0, draws, like.dtype)
         with torch.no_grad():
@@ -294,7 +298,7 @@ def sfvi(
         guide: the approximation.
         data: aligned rows; tensors with a leading `B` differ over the batch.
         progress: whether it is shown how far a fit is that takes longer than two seconds; see `fedtorch.progress`.
-        settings: of `VariationalFit`, `key` and `steps` among them.
+        settings: of `VariationalFit`, `steps` among them.
 
     Ask the fit whether it has `converged`: a bound that looks flat does not say so.
 

@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedtorch._lazy import only
 from fedtorch.models import counts
 
 __all__ = ["bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
+__dir__ = only(__all__)
 
 _LEAST = 1e-15  # probability that has a logit of its own
 _CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows

@@ -90,8 +90,7 @@ def protocol_of(node: PartyNode | ServerNode) -> Protocol:
     """Return the protocol of a node's model and guide.
 
     >>> import torch, fedtorch as ft
-    >>> keys = ft.random.key(0).reshape(1)
-    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli())
     >>> server, _ = network.nodes(ft.vfl.VerticalData((torch.ones(2, 1),), torch.ones(2)))
     >>> protocol_of(server) is VALUES_AND_GRADIENTS
     True
@@ -245,8 +244,8 @@ def party_half(
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
-    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
     >>> before = network.losses(data, 0)
     >>> server, parties = network.nodes(data, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
     >>> iterations = [Iteration(step=step) for step in range(3)]
@@ -362,8 +361,8 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration], *, tick: fl
 
     >>> import torch, itertools, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
-    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
     >>> server, parties = network.nodes(data)
     >>> endless = lambda: (Iteration(step=step) for step in itertools.count())
     >>> halves = {0: server_half(server, [Iteration(step=step) for step in range(2)], tick=0.5)}

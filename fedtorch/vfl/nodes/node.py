@@ -121,6 +121,12 @@ class Proposal(NamedTuple):
     sent: Tensor  # (B, M, C, n) the value that the server has heard, without a graph
 
 
+def value_of(part: Part) -> type[Value] | type[Summand]:
+    """Return the kind of message that goes up first: a summand where the server takes no party's value apart."""
+    apart = part.model.power and part.guide.auxiliary.party is not None
+    return Summand if part.model.combine is summed and not apart else Value
+
+
 class _Node:
     """A part with data and an optimiser of its own: the server is node 0, the parties 1 to J."""
 
@@ -142,9 +148,8 @@ class _Node:
 
     @property
     def value(self) -> type[Value] | type[Summand]:
-        """Return the kind of message that goes up first: a summand where the server takes no party's value apart."""
-        apart = self.model.power and self.guide.auxiliary.party is not None
-        return Summand if self.model.combine is summed and not apart else Value
+        """Return the kind of message that goes up first."""
+        return value_of(self.part)
 
     def draw(self, iteration: Iteration) -> Drawn:
         """Return an iteration's rows, noise and draw of θ (or γ)."""

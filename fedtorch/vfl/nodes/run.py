@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.checkpoint import below
 from fedtorch.protocol.halves import Half
 from fedtorch.protocol.overheard import disclosure
@@ -49,8 +50,8 @@ class NodesRun(VerticalRun):
     Example:
         >>> import torch, fedtorch as ft
         >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-        >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
-        >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+        >>> bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+        >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
         >>> fit = ft.vfl.NodesRun(*network.nodes(data))
         >>> [round.bytes_up == round.bytes_down for round in fit.rounds(3)]  # as many gradients as values
         [True, True, True]
@@ -111,8 +112,8 @@ class NodesRun(VerticalRun):
         Example:
             >>> import torch, fedtorch as ft
             >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-            >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
-            >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+            >>> bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+            >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
             >>> fit = ft.vfl.NodesRun(*network.nodes(data))
             >>> fit.disclosure()[["field", "shape", "of", "exactness", "reader"]]
                   field         shape          of exactness      reader
@@ -148,7 +149,7 @@ class NodesRun(VerticalRun):
         features: Sequence[Tensor] | VerticalData,
         *,
         draws: int = 100,
-        key: Tensor | None = None,
+        seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows by all parties together, averaged over draws.
@@ -158,6 +159,7 @@ class NodesRun(VerticalRun):
         """
         features = features.features if isinstance(features, VerticalData) else features
         holders = [party.part for party in self.parties]
+        key = random.key(seed).to(self.server.part.rho.device)
         total, shared = predicted(self.server.part, holders, features, draws, key, noise)
         return self.likelihood.mean(total, shared).mean(1)
 

@@ -58,15 +58,14 @@ def test_it_takes_the_square_root_of_plain_averaging() -> None:
 
 
 @networks
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft.Network, chunk: int | None) -> None:
+def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft.Network) -> None:
     """At every node, also where some do not answer, and after running sums were made anew."""
     data = linear_clients(SIZES)
     faults = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.3))
     arguments: dict[str, Any] = {"rounds": 6, "seed": 4, "faults": faults}
     served = ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments).last
     algorithm = ft.without_server(gibbs(), network)
-    found = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments).last
+    found = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), **arguments).last
     for node in range(K):
         assert same_bits(tree.map(lambda leaf, node=node: leaf[node], found.server), served.server)
     assert same_bits(found.clients.state_dict(), served.clients.state_dict())

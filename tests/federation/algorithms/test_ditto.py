@@ -36,14 +36,13 @@ def step(parameters: Tree, x: Tensor, y: Tensor, rate: float, strength: float, c
     return {name: (leaf - rate * g).detach() for (name, leaf), g in zip(own.items(), gradients)}
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
 @pytest.mark.parametrize("mu", [0.0, 0.4])
-def test_the_explicit_loop(mu: float, chunk: int | None) -> None:
+def test_the_explicit_loop(mu: float) -> None:
     data, rate, lr, strength = linear_clients(SIZES), 0.1, 0.7, 0.9
     algorithm = ft.ditto(sgd(rate, steps=3), strength, mu=mu, lr=lr)
     shared = algorithm.start
     own = [shared] * K
-    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=4, seed=1).rounds(5):
+    for round in ft.Run(algorithm, ft.InProcess(data), cohort=4, seed=1).rounds(5):
         ids = round.ids.tolist()
         total, mean = sum(SIZES[k] for k in ids), shared
         for k in ids:

@@ -88,13 +88,12 @@ def test_many_small_steps_are_one_large_one_to_second_order() -> None:
 
 @pytest.mark.parametrize("lr", [1.0, 0.3])
 @pytest.mark.parametrize("weights", [COUNTS, ODD], ids=["rows", "odd"])
-@pytest.mark.parametrize("chunk", [None, 1, 4])
 @pytest.mark.parametrize("solver", ["least squares", "descent"])
-def test_the_average_of_the_clients_own_fits(weights: Tensor, lr: float, chunk: int | None, solver: str) -> None:
+def test_the_average_of_the_clients_own_fits(weights: Tensor, lr: float, solver: str) -> None:
     data = linear_clients(SIZES)
     local = ft.least_squares(linear()) if solver == "least squares" else sgd(0.05, epochs=2, batch_size=3)
     weight = {} if weights is COUNTS else {"weight": odd_weight}
-    round = ft.Run(ft.fedavg(local, lr=lr, **weight), ft.InProcess(data, chunk), seed=4).step()
+    round = ft.Run(ft.fedavg(local, lr=lr, **weight), ft.InProcess(data), seed=4).step()
     mean = average(alone(local, data, seed=4), weights)
     expected = tree.map(lambda start, end: start + lr * (end - start), local.parameters, mean)
     assert distance(round.server, expected) < 10 * ROUNDING  # systems of two rows and four unknowns

@@ -28,16 +28,15 @@ def pooled_optimum(data: ft.data.FederatedData, weights: Tensor) -> Tensor:
     return torch.linalg.solve(matrix, sum(w * b for w, (_, b) in zip(weights, systems)))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
 @pytest.mark.parametrize("cohort", [None, 3])
-def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None:
+def test_algorithm_1_of_the_paper(cohort: int | None) -> None:
     """Exact local solutions, plain means, h ← h − α/N Σ_{k∈S} (θ_k − θ)."""
     data, alpha = linear_clients(SIZES), 0.8
     algorithm = ft.feddyn(ft.least_squares(linear()), alpha, weight=equal)
     systems, eye = [moments(x, y) for x, y in data], torch.eye(4, dtype=torch.float64)
     theta = joined(algorithm.start)
     h, own = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in range(K)]
-    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=cohort, seed=1).rounds(6):
+    for round in ft.Run(algorithm, ft.InProcess(data), cohort=cohort, seed=1).rounds(6):
         ids = round.ids.tolist()
         solved = {}
         for k in ids:

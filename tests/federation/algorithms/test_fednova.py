@@ -22,14 +22,13 @@ def optimum(data: ft.data.FederatedData) -> Tensor:
     return torch.linalg.solve(matrix, sum(n * b for n, (_, b) in zip(SIZES, systems)))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize(("lr", "cohort"), [(1.0, None), (0.6, 3)])
-def test_the_formula_of_the_paper(chunk: int | None, lr: float, cohort: int | None) -> None:
+def test_the_formula_of_the_paper(lr: float, cohort: int | None) -> None:
     """Full-batch steps, of which clients take 1, 3, 6 and 4."""
     data, rate, steps = linear_clients(SIZES), 0.07, [1, 3, 6, 4]
     work = ft.partial_work(1.0, shares=torch.tensor(steps, dtype=torch.float64) / 6)
     algorithm = ft.fednova(sgd(rate, steps=6), lr=lr)
-    run = ft.Run(algorithm, ft.InProcess(data, chunk), cohort=cohort, faults=work, seed=1)
+    run = ft.Run(algorithm, ft.InProcess(data), cohort=cohort, faults=work, seed=1)
     systems, theta = [moments(x, y) for x, y in data], joined(algorithm.start)
     for round in run.rounds(4):
         ids = round.ids.tolist()
@@ -57,12 +56,12 @@ def test_small_steps_reach_the_optimum_of_the_pooled_rows_and_those_of_fedavg_do
     best = optimum(data)
 
     def bias(make: Callable[..., ft.Algorithm], rate: float) -> float:
-        run = ft.run(make(sgd(rate, steps=6)), ft.InProcess(data), rounds=round(8 / rate), faults=work)
+        run = ft.run(make(sgd(rate, steps=6)), ft.InProcess(data), rounds=round(2 / rate), faults=work)
         return distance(joined(run.server), best)
 
-    coarse, fine = (bias(ft.fednova, rate) for rate in (0.02, 0.01))
+    coarse, fine = (bias(ft.fednova, rate) for rate in (0.04, 0.02))
     assert 0.4 < fine / coarse < 0.6
-    assert fine < 0.1 * bias(ft.fedavg, 0.01)
+    assert fine < 0.1 * bias(ft.fedavg, 0.02)
 
 
 def test_exact_local_solvers_are_refused() -> None:

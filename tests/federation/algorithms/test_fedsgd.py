@@ -36,10 +36,9 @@ def fedsgd(lr: float, **arguments: Any) -> ft.Algorithm:
     return ft.fedsgd(linear(), lr=lr, loss=mean_squared_error, **arguments)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_it_is_gradient_descent_on_the_pooled_rows(chunk: int | None) -> None:
+def test_it_is_gradient_descent_on_the_pooled_rows() -> None:
     data = linear_clients(SIZES)
-    federated = ft.Run(fedsgd(0.1), ft.InProcess(data, chunk)).rounds(8)
+    federated = ft.Run(fedsgd(0.1), ft.InProcess(data)).rounds(8)
     central = ft.Run(ft.pooled(sgd(0.1)), ft.InProcess(data.pool())).rounds(8)
     for ours, theirs in zip(federated, central):
         assert distance(ours.server, client_tensors(theirs.clients, {}, 0)) < ROUNDING

@@ -24,21 +24,19 @@ SIZES = [5, 7, 9, 6, 17, 6]
 K = len(SIZES)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_every_client_has_its_own_solution(chunk: int | None) -> None:
+def test_every_client_has_its_own_solution() -> None:
     data = linear_clients(SIZES)
-    final = ft.run(ft.separate(ft.least_squares(linear())), ft.InProcess(data, chunk), rounds=2).last
+    final = ft.run(ft.separate(ft.least_squares(linear())), ft.InProcess(data), rounds=2).last
     for k, (x, y) in enumerate(data):
         expected = torch.linalg.solve(*moments(x, y))
         assert distance(joined(client_tensors(final.clients, final.server, k)), expected) < 10 * ROUNDING
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_descent_is_a_linear_iteration(chunk: int | None) -> None:
+def test_descent_is_a_linear_iteration() -> None:
     """w ← w − η(Aw − b), three times a round, for two rounds."""
     data, rate = linear_clients(SIZES), 0.1
     local = sgd(rate, steps=3)
-    final = ft.run(ft.separate(local), ft.InProcess(data, chunk), rounds=2).last
+    final = ft.run(ft.separate(local), ft.InProcess(data), rounds=2).last
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
         expected = joined(local.parameters)
@@ -95,10 +93,9 @@ def test_no_clients() -> None:
 # -- all rows in one place ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_the_solution_on_all_rows(chunk: int | None) -> None:
+def test_the_solution_on_all_rows() -> None:
     data = linear_clients(SIZES)
-    final = ft.run(ft.pooled(ft.least_squares(linear())), ft.InProcess(data.pool(), chunk), rounds=2).last
+    final = ft.run(ft.pooled(ft.least_squares(linear())), ft.InProcess(data.pool()), rounds=2).last
     expected = torch.linalg.solve(*moments(*data.rows))
     assert distance(joined(client_tensors(final.clients, {}, 0)), expected) < ROUNDING
     assert (final.bytes_up, final.bytes_down) == (0, 0)

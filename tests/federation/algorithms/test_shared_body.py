@@ -48,12 +48,11 @@ def fixed(parameters: list[Tensor]) -> ft.data.FederatedData:
     return DATA.map(lambda rows: (design(parameters, rows[0]), rows[1]))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_the_explicit_loop_of_heads_on_their_own(chunk: int | None) -> None:
+def test_the_explicit_loop_of_heads_on_their_own() -> None:
     """FedRep: each head is the least squares solution, then the body takes three steps from the server's."""
     algorithm = ft.shared_body(trained(0.1, steps=3), ft.separate(heads()), lr=0.7)
     shared, own = start(), torch.zeros(K, 3, dtype=torch.float64)
-    for round in ft.Run(algorithm, ft.InProcess(DATA, chunk), cohort=4, seed=1).rounds(5):
+    for round in ft.Run(algorithm, ft.InProcess(DATA), cohort=4, seed=1).rounds(5):
         ids = round.ids.tolist()
         moved = [torch.zeros_like(part) for part in shared]
         for k in ids:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -25,18 +27,22 @@ GENERATOR = torch.Generator().manual_seed(0)
 VALUES = torch.randn(M, 2, 3, generator=GENERATOR, dtype=torch.float64)
 FLAT = VALUES.reshape(M, -1)
 ONES = torch.ones(M)
+# A case of every rule, for so many wrong messages; `tests/test_conformance.py` and the tests of devices take them, too.
+MAKERS: dict[str, Callable[[int], Rule]] = {
+    "bulyan": robust.bulyan,
+    "centred_clipping": lambda faulty: robust.centred_clipping(),
+    "fltrust": lambda faulty: robust.fltrust(2),
+    "geometric_median": lambda faulty: robust.geometric_median(),
+    "krum": robust.krum,
+    "median": lambda faulty: robust.median(),
+    "nearest_neighbour_mixing": lambda faulty: robust.nearest_neighbour_mixing(faulty, robust.krum(faulty)),
+    "norm_bounding": lambda faulty: robust.norm_bounding(),
+    "trimmed_mean": lambda faulty: robust.trimmed_mean(0.2),
+}
 RULES: dict[str, Rule] = {
-    "bulyan": robust.bulyan(F),
-    "centred_clipping": robust.centred_clipping(),
-    "fltrust": robust.fltrust(M - 1),
-    "geometric_median": robust.geometric_median(),
-    "krum": robust.krum(F),
-    "median": robust.median(),
-    "mixed krum": robust.nearest_neighbour_mixing(F, robust.krum(F)),
+    **{name: make(F) for name, make in MAKERS.items()},
     "mixed trimmed mean": robust.nearest_neighbour_mixing(F, robust.trimmed_mean(0.2)),
     "multi-krum": robust.krum(F, chosen=4),
-    "norm_bounding": robust.norm_bounding(),
-    "trimmed_mean": robust.trimmed_mean(0.2),
 }
 every_rule = pytest.mark.parametrize("name", RULES)
 
@@ -149,6 +155,13 @@ def test_mixing_comes_before_the_rule() -> None:
 # -- what holds for all of them --------------------------------------------------------------------------------------
 
 
+def test_every_rule_has_a_case() -> None:
+    made = {name: getattr(robust, name) for name in dir(robust) if inspect.isfunction(getattr(robust, name))}
+    assert sorted(MAKERS) == sorted(
+        name for name, value in made.items() if inspect.signature(value).return_annotation in (Rule, "Rule")
+    )
+
+
 @every_rule
 def test_batched_is_looped(name: str) -> None:
     rule, generator = RULES[name], torch.Generator().manual_seed(1)
@@ -188,7 +201,7 @@ def test_two_far_messages_of_eleven_move_little(name: str, size: float) -> None:
 @every_rule
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e200])
 def test_what_is_not_finite_moves_nothing(name: str, wrong: float) -> None:
-    values = torch.cat([VALUES, VALUES[:1]])  # client 10, whom fltrust trusts, stays where it is
+    values = torch.cat([VALUES, VALUES[:1]])
     values[M] = VALUES[3]
     values[M, 1, 2] = wrong
     weight = torch.ones(M + 1)

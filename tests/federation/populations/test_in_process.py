@@ -1,4 +1,4 @@
-"""Populations: the same numbers in every chunking, clients by name and in order, nothing changed in place."""
+"""Clients in one process, by name and in order: what is lost, what is evaluated, and what is refused."""
 
 from __future__ import annotations
 
@@ -58,42 +58,11 @@ def two_rounds(
 
 
 @every_algorithm
-@pytest.mark.parametrize("cohort", [None, [0, 2, 3, 4, 6], [5]], ids=str)
-def test_every_chunking_gives_the_same(make: Callable[[], ft.Algorithm], cohort: list[int] | None) -> None:
-    asked = None if cohort is None else torch.tensor(cohort)
-    expected, states = two_rounds(make, None, asked)
-    for chunk in (1, 2, 3, 100):
-        rounds, other = two_rounds(make, chunk, asked)
-        assert distance(other, states) < ROUNDING
-        for mine, theirs in zip(rounds, expected):
-            assert distance(mine.aggregate, theirs.aggregate) < ROUNDING
-            assert distance(mine.info, theirs.info) < ROUNDING
-            assert mine.ids.tolist() == theirs.ids.tolist() == (cohort or list(range(len(SIZES))))
-            assert (mine.bytes_up, mine.bytes_down) == (theirs.bytes_up, theirs.bytes_down)
-
-
-@every_algorithm
 def test_everybody_by_name_is_everybody(make: Callable[[], ft.Algorithm]) -> None:
     whole, states = two_rounds(make, None, None)
     named, same = two_rounds(make, None, torch.arange(len(SIZES)))
     assert same_bits(same, states)
     assert all(same_bits(a.aggregate, b.aggregate) for a, b in zip(whole, named))
-
-
-@every_algorithm
-def test_a_block_of_no_clients(make: Callable[[], ft.Algorithm]) -> None:
-    outbox, clients, algorithm = bound(make)
-    message, state, _ = clients.reply(clients.empty_block(), outbox, ft.Turn(random.key(0), 0))
-    assert all(len(leaf) == 0 for leaf in tree.leaves((message, state)))
-    full, _, _ = clients.reply(next(iter(clients.blocks(None))), outbox, ft.Turn(random.key(0), 0))
-    assert [name for name, _ in tree.items(message)] == [name for name, _ in tree.items(full)]
-    everybody = clients.step(outbox, None, ft.Turn(random.key(0), 0))
-    partials = [
-        algorithm.exchange.gather(clients.reply(b, outbox, ft.Turn(random.key(0), 0))[0], b[0])
-        for b in clients.blocks(None)
-    ]
-    with_nobody = algorithm.exchange.merge([*partials, algorithm.exchange.gather(message, slice(0, 0))])
-    assert distance(algorithm.exchange.finish(with_nobody), everybody.aggregate) < ROUNDING
 
 
 def test_nobody_asked() -> None:
@@ -106,42 +75,8 @@ def test_nobody_asked() -> None:
     assert len(clients.table.touched()) == 0
 
 
-@every_algorithm
+@pytest.mark.parametrize("make", [ALGORITHMS["fedavg"], ALGORITHMS["personal layers"]])
 @pytest.mark.parametrize("chunk", [None, 2])
-def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: int | None) -> None:
-    data = linear_clients(SIZES)
-    population = ft.InProcess(data, chunk)
-    algorithm = make()
-    progress = ft.Run(algorithm, population)
-    outbox, clients = algorithm.outbox(progress.server), progress.clients
-    clients.step(outbox, torch.tensor([1, 2, 3]), ft.Turn(random.key(0), 0)).commit()
-    blocks = [block for _, block in clients._blocks]
-    watched = (
-        outbox,
-        data.rows,
-        blocks,
-        algorithm.start,
-        clients.table.initial,
-        clients.state_dict(),
-    )
-    before = [copy_of(tuple(value) if isinstance(value, list) else value) for value in watched]
-    pending = clients.step(outbox, None, ft.Turn(random.key(1), 0))
-    clients.evaluate(outbox, data, lambda tensors, block: block.count)
-    now = (
-        outbox,
-        data.rows,
-        tuple(blocks),
-        algorithm.start,
-        clients.table.initial,
-        clients.state_dict(),
-    )
-    assert all(same_bits(one, other) for one, other in zip(before, now))
-    pending.commit()
-    assert clients.table.touched().tolist() == list(range(len(SIZES)))
-
-
-@every_algorithm
-@pytest.mark.parametrize("chunk", [None, 1, 2])
 def test_a_lost_message_counts_for_nothing(make: Callable[[], ft.Algorithm], chunk: int | None) -> None:
     lost = torch.tensor([0, 5])
     answered = torch.tensor([1, 2, 3, 4, 6])

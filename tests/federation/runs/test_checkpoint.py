@@ -71,12 +71,11 @@ def test_a_checkpoint_is_flat_and_loads_safely(tmp_path: Path) -> None:
 def test_a_resumed_run_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = federation(name)
     saving(tmp_path, 4).fit(whole)
-    for k in (1, 3):
-        resumed = federation(name)
-        outer = saving(tmp_path, 4)
-        outer.fit(resumed, ckpt_path=tmp_path / f"epoch={k - 1}.ckpt")
-        assert (resumed.round, outer.global_step, outer.current_epoch) == (4, 4, 4)
-        assert same_bits(everything(resumed), everything(whole))
+    resumed = federation(name)
+    outer = saving(tmp_path, 4)
+    outer.fit(resumed, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert (resumed.round, outer.global_step, outer.current_epoch) == (4, 4, 4)
+    assert same_bits(everything(resumed), everything(whole))
 
 
 def test_resuming_in_a_federation_that_has_run_on(tmp_path: Path) -> None:

@@ -138,12 +138,9 @@ def test_the_log_accounts_for_everybody(fault: ft.Faults, cohort: int | None) ->
 
 
 @every_fault
-@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_totals_keep_their_invariant_and_the_silent_their_state(
-    fault: ft.Faults, chunk: int | None, repeated: bool
-) -> None:
-    population = ft.InProcess(DATA, chunk)
+def test_totals_keep_their_invariant_and_the_silent_their_state(fault: ft.Faults, repeated: bool) -> None:
+    population = ft.InProcess(DATA)
     before = torch.zeros(K, 3, dtype=torch.float64)
     for round in rounds(population, faults=fault | ft.duplicated() if repeated else fault, count=12):
         sent = copy_of(round.clients.table.read(slice(0, K)).told)
@@ -182,13 +179,10 @@ def test_half_of_the_clients_missing_stay_near_the_fixed_point_of_different_clie
     assert float((late - solution).norm(dim=(1, 2)).max()) < 0.5 * float((done[0] - solution).norm())
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize("fault", [None, FAULTS["all"]], ids=["no faults", "all faults"])
-def test_what_comes_twice_or_in_another_order_is_taken_once(
-    chunk: int | None, cohort: int | None, fault: ft.Faults | None
-) -> None:
-    population = ft.InProcess(DATA, chunk)
+def test_what_comes_twice_or_in_another_order_is_taken_once(cohort: int | None, fault: ft.Faults | None) -> None:
+    population = ft.InProcess(DATA)
     plain = list(rounds(population, cohort=cohort, faults=fault))
     run = ft.Run(telling(), population, {}, cohort=cohort, faults=(fault or ft.Faults()) | ft.duplicated(0.7))
     twice = list(run.rounds(8))
@@ -203,13 +197,10 @@ def test_what_comes_twice_or_in_another_order_is_taken_once(
     assert run.network.receiver.refused == copies - still_waiting > 5
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_without_the_receiver_repetitions_do_change_the_sums(
-    chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_receiver_repetitions_do_change_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = last(rounds())
     monkeypatch.setattr(Receiver, "accepts", lambda self, payload: wire.metadata(payload)["client"])
-    assert distance(plain.server, last(rounds(ft.InProcess(DATA, chunk), faults=ft.duplicated(0.7))).server) > 0.01
+    assert distance(plain.server, last(rounds(ft.InProcess(DATA), faults=ft.duplicated(0.7))).server) > 0.01
 
 
 def test_messages_do_come_out_of_order() -> None:

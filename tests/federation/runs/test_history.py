@@ -97,8 +97,7 @@ def test_research_code_keeps_a_history_of_its_own() -> None:
     assert own.frame()["seconds"].isna().all()
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_resumed_history_has_the_same_bits(k: int, tmp_path: Path) -> None:
+def test_a_resumed_history_has_the_same_bits(tmp_path: Path) -> None:
     def fit(**arguments: Any) -> ft.Federation:
         model = federation()
         keep = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
@@ -107,11 +106,11 @@ def test_a_resumed_history_has_the_same_bits(k: int, tmp_path: Path) -> None:
 
     whole = fit()
     seconds = torch.tensor(whole.history["seconds"].to_numpy(copy=True))
-    resumed = fit(ckpt_path=tmp_path / f"epoch={k - 1}.ckpt")
+    resumed = fit(ckpt_path=tmp_path / "epoch=2.ckpt")
     assert same_bits(without_seconds(resumed), without_seconds(whole))
     assert_frame_equal(resumed.history.drop(columns="seconds"), whole.history.drop(columns="seconds"))
     assert_frame_equal(resumed.client_losses, whole.client_losses)
-    assert torch.equal(resumed.get_extra_state()["history.seconds"][:k], seconds[:k])
+    assert torch.equal(resumed.get_extra_state()["history.seconds"][:3], seconds[:3])
 
 
 def test_a_history_is_flat_tensors_that_load_safely(tmp_path: Path) -> None:

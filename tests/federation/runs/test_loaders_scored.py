@@ -84,7 +84,7 @@ def test_scores_are_those_of_a_trainer_on_each_loader(run: ft.Run) -> None:
 def test_batches_of_objects_reach_the_modules_own_steps(run: ft.Run) -> None:
     ragged = lambda items: {"rows": [x[: 1 + int(y)] for x, y in items], "name": None}
     data = loaders(ragged)
-    scores = run.evaluate(data, step="test")
+    scores = run.evaluate(data, stage="test")
     assert scores["rows"].clients.tolist() == list(SIZES)
     assert scores["rows"].overall == sum(SIZES)
     for k in range(3):

@@ -128,9 +128,9 @@ def run() -> ft.Run:
 @pytest.mark.filterwarnings("ignore:.*(samples in|batch_size|You are using).*")
 @pytest.mark.parametrize(("step", "how"), [("validation", "validate"), ("test", "test")])
 @pytest.mark.parametrize("size", [None, 4])
-def test_scores_are_those_of_a_trainer_per_client_and_of_all_rows(run: ft.Run, step: Any, how: str, size: Any) -> None:
+def test_scores_are_those_of_a_trainer_per_client_and_of_all_rows(run: ft.Run, step: str, how: Any, size: Any) -> None:
     data = clients()
-    scores = run.evaluate(data, step=step, batch_size=size)
+    scores = run.evaluate(data, stage=how, batch_size=size)
     each = [by_lightning(run, rows, size, how, k) for k, rows in enumerate(data)]
     assert set(scores) == set(each[0])
     assert {"validation": "hits", "test": "test/MulticlassF1Score"}[step] in scores
@@ -274,7 +274,7 @@ def test_what_fails_names_the_client() -> None:
     with pytest.raises(RuntimeError) as caught:
         run.evaluate(clients((5, 5, 5), names=["a", "b", "c"]))
     assert caught.value.__notes__ == ["in validation_step of client 'a', or the hooks around it"]
-    score = run.evaluate(clients(), step="test")["nan"]
+    score = run.evaluate(clients(), stage="test")["nan"]
     assert score.failed is not None
     assert score.failed.tolist() == [False, False, True]
     assert score.overall != score.overall  # a client that fails is not left out
@@ -283,10 +283,10 @@ def test_what_fails_names_the_client() -> None:
     with pytest.raises(ValueError, match=r"Expected batch_size of at least 1, but got 0"):
         run.evaluate(clients(), batch_size=0)
     with pytest.raises(ValueError, match=r"at least one metric, or a LightningModule with a test_step, but got Linear"):
-        ft.Run(ft.fedavg(ft.least_squares(nn.Linear(4, 1))), ft.InProcess(clients())).evaluate(clients(), step="test")
-    for step in ("training", "tst"):
-        with pytest.raises(ValueError, match=rf"Expected step='validation' or step='test', but got '{step}'"):
-            run.evaluate(clients(), step=step)
+        ft.Run(ft.fedavg(ft.least_squares(nn.Linear(4, 1))), ft.InProcess(clients())).evaluate(clients(), stage="test")
+    for stage in ("validation", "tst"):
+        with pytest.raises(ValueError, match=rf"Expected stage='validate' or 'test', but got '{stage}'"):
+            run.evaluate(clients(), stage=stage)
     with pytest.raises(TypeError, match=r"Expected FederatedData to evaluate on, but got list"):
         run.evaluate(list(clients()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected rows to evaluate on, but got none"):

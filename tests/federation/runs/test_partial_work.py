@@ -41,10 +41,9 @@ def one_round(data: ft.data.FederatedData, local: ft.LocalSolver, faults: ft.Fau
     return run
 
 
-@pytest.mark.parametrize("sizes", [[8] * 4, [5, 8, 11, 8]], ids=["alike", "ragged"])
+@pytest.mark.parametrize(("sizes", "adam"), [([8] * 4, False), ([5, 8, 11, 8], True)], ids=["alike", "ragged"])
 @pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("unit", ["epochs", "steps"])
-@pytest.mark.parametrize("adam", [True, False])
 def test_as_many_epochs_or_steps_as_the_share_says(
     sizes: list[int], batch_size: int | None, unit: str, adam: bool
 ) -> None:

@@ -67,7 +67,7 @@ def searched(**settings: Any) -> None:
 
 def varied(**settings: Any) -> None:
     model, data = some_model("augmented", "gaussian")
-    vfl.sfvi(model, GUIDES["mean field"](), data, key=KEY, steps=2, size=2, **settings)
+    vfl.sfvi(model, GUIDES["mean field"](), data, steps=2, size=2, **settings)
 
 
 def chained(**settings: Any) -> None:

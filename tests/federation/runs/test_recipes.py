@@ -63,16 +63,16 @@ def test_known_clusters_have_the_fit_of_their_rows() -> None:
 
 def test_three_ways_to_clusters() -> None:
     """k-means where nodes have rows enough; the network and GTV also where a node alone has too few."""
-    network = ft.Network.stochastic_blocks([10, 10, 10], 0.8, 0.02, ft.random.key(0))
+    network = ft.Network.stochastic_blocks([10, 10, 10], 0.8, 0.02, seed=0)
     data, _, labels = blocks(rows=10)
-    assert torch.equal(clustering.k_means(discrepancy.maximum_likelihood(data), 3, ft.random.key(1)), labels)
+    assert torch.equal(clustering.k_means(discrepancy.maximum_likelihood(data), 3, seed=1), labels)
     scarce, truth, _ = blocks(rows=2)
-    assert torch.equal(clustering.spectral(network, 3, ft.random.key(1)), labels)
+    assert torch.equal(clustering.spectral(network, 3, seed=1), labels)
     found = recipes.clustered_by_gtv(solvers.linear_problem(scarce, network, 0.3))
     assert found.converged
     assert found.clusters is not None
     assert torch.equal(found.clusters, labels)
-    assert not torch.equal(clustering.k_means(discrepancy.maximum_likelihood(scarce), 3, ft.random.key(1)), labels)
+    assert not torch.equal(clustering.k_means(discrepancy.maximum_likelihood(scarce), 3, seed=1), labels)
     refitted = recipes.clustered(scarce, found.clusters).parameters
     assert distance(refitted, truth) < distance(found.parameters, truth)  # without the bias of the norm
 

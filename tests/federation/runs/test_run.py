@@ -71,9 +71,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_the_total_is_that_of_all_clients(faults: ft.Faults | None, cohort: int | None, chunk: int | None) -> None:
-    population = ft.InProcess(linear_clients(SIZES), chunk)
+def test_the_total_is_that_of_all_clients(faults: ft.Faults | None, cohort: int | None) -> None:
+    population = ft.InProcess(linear_clients(SIZES))
     for round in ft.Run(running_sum(), population, START, cohort=cohort, faults=faults).rounds(12):
         told = states(round).parameters
         assert distance(round.server.total, told.sum(0)) < ROUNDING
@@ -176,14 +175,11 @@ def momentum() -> ft.Algorithm:
     return ft.personal_layers(local, "bias")
 
 
-@pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("through", ["memory", "a file"])
 @pytest.mark.parametrize("algorithm", [running_sum(), momentum()], ids=["running sum", "momentum"])
-def test_a_resumed_run_gives_the_same_bits(
-    algorithm: ft.Algorithm, through: str, chunk: int | None, tmp_path: Path
-) -> None:
+def test_a_resumed_run_gives_the_same_bits(algorithm: ft.Algorithm, through: str, tmp_path: Path) -> None:
     parameters = START if algorithm.start is None else None
-    population = ft.InProcess(linear_clients(SIZES), chunk)
+    population = ft.InProcess(linear_clients(SIZES))
     settings = {"cohort": 4, "seed": 3, "faults": FAULTS["both"]}
     whole = ft.run(algorithm, population, parameters, **settings, rounds=7).last
     half = ft.run(algorithm, population, parameters, **settings, rounds=4)

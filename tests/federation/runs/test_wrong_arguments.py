@@ -321,7 +321,7 @@ def test_vertical_rows(error: type[Exception], change: dict[str, Any], message: 
 def test_features_that_do_not_fit_a_split_network() -> None:
     from fedtorch.vfl.model.split_nn import mlp
 
-    network = ft.vfl.SplitNetwork([mlp(3), mlp(2)], likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+    network = ft.vfl.SplitNetwork([mlp(3), mlp(2)], likelihoods.bernoulli())
     data = ft.vfl.VerticalData((torch.ones(5, 3), torch.ones(5, 4)), torch.zeros(5))
     with pytest.raises(ValueError, match=r"Expected features that the network of 'party 1' takes, but got .*\(5, 4\)"):
         network.losses(data, 0)

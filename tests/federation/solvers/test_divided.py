@@ -78,9 +78,12 @@ def loop(make: Any, reset: str, clip: float | None, prox: float | None) -> dict[
     return server
 
 
+@pytest.mark.parametrize(
+    ("reset", "clip", "prox"),
+    [("round", None, None), ("never", None, None), ("never", 0.3, 0.7)],
+    ids=["plain", "kept", "clipped and pulled"],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("reset", ["round", "never"])
-@pytest.mark.parametrize(("clip", "prox"), [(None, None), (0.3, None), (None, 0.7)], ids=["plain", "clip", "fedprox"])
 def test_heads_of_some_clients_train_as_in_a_loop(
     name: str, reset: str, clip: float | None, prox: float | None
 ) -> None:

@@ -40,6 +40,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
 }
 
+FEDERATIONS: list[tuple[list[int], Callable[[Any], ft.Algorithm]]] = [
+    ([6, 6, 6], ft.fedavg),
+    ([2, 9, 5], lambda local: ft.fedprox(local, 0.7)),
+]
+
 
 def trained(
     name: str,
@@ -66,9 +71,8 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("sizes", [[6, 6, 6], [2, 9, 5]], ids=["alike", "ragged"])
+@pytest.mark.parametrize(("sizes", "wrap"), FEDERATIONS, ids=["alike", "ragged"])
 @pytest.mark.parametrize("batch_size", [None, 4])
-@pytest.mark.parametrize("wrap", [ft.fedavg, lambda local: ft.fedprox(local, 0.7)], ids=["fedavg", "fedprox"])
 def test_the_same_as_stacked_steps(
     name: str, sizes: list[int], batch_size: int | None, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,9 +91,8 @@ def test_the_same_as_stacked_steps(
 
 
 @pytest.mark.parametrize("name", ["gaussian", "categorical"])
-@pytest.mark.parametrize("sizes", [[6, 6, 6], [2, 9, 5]], ids=["alike", "ragged"])
+@pytest.mark.parametrize(("sizes", "wrap"), FEDERATIONS, ids=["alike", "ragged"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
-@pytest.mark.parametrize("wrap", [ft.fedavg, lambda local: ft.fedprox(local, 0.7)], ids=["fedavg", "fedprox"])
 def test_optimisers(
     name: str, sizes: list[int], optimizer: str, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,13 +68,14 @@ def of_the_device(frame: pd.DataFrame, table: pd.DataFrame, kind: str) -> tuple[
     sd = table.estimate["sd(Intercept)"] if "sd(Intercept)" in table.index else 0.0
     total = -0.5 * (at / before) ** 2
     for _, own in frame.groupby("site"):
+        if not own.device.eq("new").any():
+            continue  # its rows say the same at any coefficient
         log = np.zeros((len(at), len(z)))
         rest = table.estimate["Intercept"] + table.estimate["age"] * own.age
         for eta, new, y in zip(rest, own.device.eq("new"), own.died):
             moved = eta + new * at[:, None] + sd * z
             log += y * moved - (np.logaddexp(0, moved) if kind == "logistic" else np.exp(np.minimum(moved, 50)))
-        if own.device.eq("new").any():
-            total += np.log(np.exp(log - log.max()) @ weights + 1e-300)
+        total += np.log(np.exp(log - log.max()) @ weights + 1e-300)
     density = np.exp(total - total.max())
     density /= density.sum()
     mean = density @ at
@@ -145,8 +146,7 @@ def test_maximum_likelihood_calls_a_separated_level_so(kind: str, rows: int) -> 
 
 @pytest.mark.parametrize("kind", ["logistic", "poisson"])
 @pytest.mark.parametrize(
-    ("size", "variance", "tolerance"),
-    [(1, 25.0, 2e-3), (1, 1e4, 2e-3), (2, 25.0, 0.01), (2, 100.0, 0.01), (3, 25.0, 0.08), (4, 25.0, 0.08)],
+    ("size", "variance", "tolerance"), [(1, 1e4, 2e-3), (2, 100.0, 0.01), (3, 25.0, 0.08), (4, 25.0, 0.08)]
 )
 def test_clients_without_a_mixed_response(kind: str, size: int, variance: float, tolerance: float) -> None:
     rng = np.random.default_rng(0)

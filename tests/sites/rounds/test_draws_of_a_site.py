@@ -174,13 +174,18 @@ def test_sums_of_responses_drawn_anew_by_a_key_that_a_server_knows_are_equations
 def test_a_question_has_the_same_draws_again_and_another_has_others() -> None:
     """So that what two questions tell is not at the same draws of their responses."""
     x = torch.stack([torch.ones(ROWS).double(), SECRETS], 1)
-    data = ft.data.from_tensors([(x, (torch.arange(ROWS) % 2).double())])
     make = lambda: ft.ep(generalised.logistic(normal(2, random=[])))
-    host = Loopback(offers(data, make, sites=1, policy=TEN), None)
-    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
-    run.step()
 
-    def told(intercept: float, key: int = 0) -> Tensor:
+    def fitted(rows: int = ROWS) -> ft.Run:
+        data = ft.data.from_tensors([(x[:rows], (torch.arange(rows) % 2).double())])
+        host = Loopback(offers(data, make, sites=1, policy=TEN), None)
+        run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+        run.step()
+        return run
+
+    whole = fitted()
+
+    def told(intercept: float, key: int = 0, run: ft.Run = whole) -> Tensor:
         phi = torch.tensor([intercept, 0.0]).double().expand(50, 2).clone()
         answer: dict[str, Tensor] = run.clients.ask(run.outbox, "means", {"phi": phi, "key": ft.random.key(key)}, {})
         return answer["replicated"]
@@ -188,8 +193,11 @@ def test_a_question_has_the_same_draws_again_and_another_has_others() -> None:
     assert torch.equal(told(0.0), told(0.0))
     assert not torch.equal(told(0.0), told(0.0, key=1))
     assert not torch.equal(told(0.0), told(1e-12))
+    of_one = lambda: (told(0.0) - told(0.0, run=fitted(ROWS - 1))).unique().tolist()
+    assert min(of_one()) < 0, "rows of which one is new have other draws"
     with servers_keys():
         assert torch.equal(told(0.0), told(1e-12))
+        assert of_one() == [0.0, 1.0]
 
 
 # -- the order of clients ----------------------------------------------------------------------------------------------

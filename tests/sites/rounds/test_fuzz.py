@@ -213,7 +213,7 @@ def hidden_goes_on(make: Any, count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("make", [masked, envelopes], ids=["masked", "envelopes"])
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [2])
 def test_a_site_that_says_anything_under_masks_and_seals(make: Any, seed: int) -> None:
     hidden_goes_on(make, 12, seed)
 

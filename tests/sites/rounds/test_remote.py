@@ -41,8 +41,9 @@ def faults() -> ft.Faults:
     return ft.Faults(before=coin) | ft.Faults(after=coin)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("cohort", [None, 3])
+@pytest.mark.parametrize(
+    ("name", "cohort"), [*((name, 3) for name in ALGORITHMS), *((name, None) for name in ("ep", "gtv", "scaffold"))]
+)
 def test_sites_give_what_one_process_gives(name: str, cohort: int | None) -> None:
     """Server, diagnostics, and what clients predict with, also where some are not asked, do not hear, or are lost."""
     settings = {"seed": 2, "cohort": None if name in POOLED else cohort, "faults": None if cohort is None else faults()}

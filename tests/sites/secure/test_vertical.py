@@ -32,6 +32,7 @@ from fedtorch.sites.streams import memory
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.trust import privacy
+from fedtorch.trust.attacks import tapped
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 from fedtorch.vfl.nodes.node import Gradient, Summand
 from fedtorch.vfl.rows.data import VerticalData
@@ -69,6 +70,18 @@ def under_masks(
     entropies = {k: privacy.from_seed(k) for k in KEYS} if entropies is None else entropies
     hidden = {k: masked_party(made[k], k, KEYS, SIGNING[k], grid, entropies[k], run=b"run") for k in KEYS}
     return {0: masked_server(made[0], KEYS, grid, run=b"run"), **hidden}
+
+
+def test_new_rows_are_predicted_from_a_sum_under_masks() -> None:
+    """The server hears words alone, and predicts as in one process: 40 bits after the point, of a probability."""
+    network, rows = splits.CASES["sums"](), splits.data().features
+    made = {0: network.server_prediction(splits.N, draws=5)}
+    made |= {j: network.party_prediction(f"party {j - 1}", x, draws=5) for j, x in enumerate(rows, start=1)}
+    heard: list[type] = []
+    hidden = under_masks(made)
+    hidden[0] = tapped(hidden[0], lambda node, message, sent: None if sent else heard.append(type(message)))
+    assert distance(together(hidden)[0][0], network.predict(rows, draws=5)) < 1e-9
+    assert set(heard) == {Keys, Words}
 
 
 def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
@@ -371,7 +384,7 @@ def test_rows_in_another_order_are_the_same_start(tmp_path: Path) -> None:
     def begun(which: tuple[int, ...], order: torch.Tensor, folder: Path | None) -> torch.Tensor:
         rows = VerticalData(tuple(features[k - 1][order] for k in which), torch.ones(len(order)).double())
         bottoms = [torch.nn.Linear(2, 1).double() for _ in which]
-        network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+        network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli())
         server, parties = network.nodes(rows)
         heard = list[torch.Tensor]()
 

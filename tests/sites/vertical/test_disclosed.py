@@ -85,8 +85,8 @@ def clocked() -> Conversation:
 
 
 def private_labels() -> Conversation:
-    keys, bottoms = splits.KEYS[:1], [vfl.mlp(width, [4], 1).double() for width in splits.WIDTHS]
-    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys).double()
+    bottoms = [vfl.mlp(width, [4], 1).double() for width in splits.WIDTHS]
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli()).double()
     data = splits.data(2)._replace(response=splits.data(2).response[0], weight=None)
     data = data._replace(features=tuple(x if x.ndim == 2 else x[0] for x in data.features))
     server, parties = network.nodes(data, splits.SGD)

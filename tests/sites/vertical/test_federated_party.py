@@ -82,7 +82,7 @@ def test_a_network_of_a_split_party_lies_at_sites() -> None:
         make: Callable[[int], torch.nn.Module] = lambda width: torch.nn.Sequential(
             torch.nn.Linear(width, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)
         ).double()
-        network = vfl.SplitNetwork([make(1), make(2)], vfl.likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+        network = vfl.SplitNetwork([make(1), make(2)], vfl.likelihoods.bernoulli())
         server, nodes = network.nodes(data, optimizer=SGD)
         if federated:
             population = ft.InProcess(sites(data.features[1], [[3, 0], [1, 2, 7], [6, 4, 5]]))

@@ -36,10 +36,10 @@ def features(name: str) -> torch.Tensor:
 
 def network() -> vfl.SplitNetwork:
     """The same at every node."""
-    keys, bayes = random.fold_in(random.key(0), torch.arange(1)), vfl.HierarchicalBayes(1.0)
+    bayes = vfl.HierarchicalBayes(1.0)
     with _ONE:  # modules start from the process's one generator, seeded for it
         bottoms = [mlp(WIDTHS[name], [4], 1).double() for name in PARTIES]
-        return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=PARTIES, bayes=bayes).double()
+        return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), names=PARTIES, bayes=bayes).double()
 
 
 def leader(journal: Journal) -> Half:

@@ -21,13 +21,12 @@ from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration, ServerNode
 
 WIDTHS, N = [3, 2], 200
-KEYS = random.fold_in(random.key(0), torch.arange(1))
 DATA = logistic_data(WIDTHS, N)
 
 
 def network(bayes: vfl.HierarchicalBayes | None = None, hidden: tuple[int, ...] = (5,)) -> vfl.SplitNetwork:
     bottoms = [mlp(width, hidden, 1, activation=nn.Tanh).double() for width in WIDTHS]
-    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS, bayes=bayes).double()
+    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), bayes=bayes).double()
 
 
 def heard(
@@ -67,7 +66,7 @@ def test_the_noise_of_the_model_does_not_hide_the_labels() -> None:
 
 def test_the_largest_entry_is_the_class() -> None:
     bottoms = [mlp(width, [4], 3).double() for width in WIDTHS]
-    model = vfl.SplitNetwork(bottoms, likelihoods.categorical(3), keys=KEYS).double()
+    model = vfl.SplitNetwork(bottoms, likelihoods.categorical(3)).double()
     labels = (torch.arange(N) % 3).double()
     _, gradients = heard(model, DATA._replace(response=labels), steps=3)
     assert right(gradients, labels) == 1.0

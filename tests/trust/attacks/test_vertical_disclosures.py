@@ -31,7 +31,7 @@ from fedtorch.vfl.nodes.node import Gradient, Iteration, PartyNode, ServerNode, 
 from fedtorch.vfl.rows.alignment import Holder, Points
 
 WIDTHS, N, STEPS = [3, 2], 400, 20
-KEYS, GRID = random.fold_in(random.key(0), torch.arange(1)), secure.Grid()
+GRID, START = secure.Grid(), int(random.fold_in(random.key(0), 0))
 DATA = logistic_data(WIDTHS, N)
 SIGNING = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
 PUBLIC = {j: key.public_key().public_bytes_raw() for j, key in SIGNING.items()}
@@ -46,7 +46,7 @@ def heard(
 ) -> tuple[Heard, Heard]:
     """What each party has sent and was sent in training, as whoever reads its messages sees it."""
     bottoms = [nn.Linear(width, 1, dtype=torch.float64) for width in WIDTHS]
-    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS).double()
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=START).double()
     server, parties = network.nodes(DATA, partial(torch.optim.SGD, lr=0.5))
     iterations = [Iteration(step=step) for step in range(steps)]
     halves = {0: defence(server, server_half(server, iterations))}
@@ -151,7 +151,7 @@ def test_one_party_reads_the_other_s_part_from_its_gradients(masks: bool) -> Non
 
 def linear_parties() -> list[PartyNode]:
     bottoms = [nn.Linear(width, 1, dtype=torch.float64) for width in WIDTHS]
-    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS).double()
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli()).double()
     return network.nodes(DATA, partial(torch.optim.SGD, lr=0.5))[1]
 
 
@@ -278,7 +278,7 @@ def test_what_a_server_tells_all_parties_alike_is_read_in_their_sum() -> None:
 def repeated(private: Callable[[ServerNode, Half], Half], times: int) -> tuple[Heard, Heard]:
     """What parties that do not move hear of one step that they have done so many times."""
     bottoms = [nn.Linear(width, 1, dtype=torch.float64) for width in WIDTHS]
-    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS).double()
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli()).double()
     server, parties = network.nodes(DATA, partial(torch.optim.SGD, lr=1e-12))
     sent: Heard = {1: [], 2: []}
     told: Heard = {1: [], 2: []}

@@ -11,7 +11,7 @@ from support import splits
 from support.verticals import GUIDES, KEY, MODELS, SD, gaussian_data, logistic_data, predictors
 from torch import nn
 
-from fedtorch import random, tree, vfl
+from fedtorch import tree, vfl
 from fedtorch.vfl.fit.captured import CapturedBound
 from fedtorch.vfl.fit.guide import Noise
 from fedtorch.vfl.fit.part import draw_noises
@@ -38,9 +38,8 @@ def test_fits_are_those_of_iterations(name, guide, batch_size) -> None:
 
 def network(dropout: float = 0.0) -> vfl.SplitNetwork:
     bottoms = [nn.Sequential(mlp(width, [4], 1), nn.Dropout(dropout)) for width in (2, 1)]
-    keys = random.fold_in(random.key(3), torch.arange(3))
     bayes = vfl.HierarchicalBayes(rho=torch.tensor([1.0, 5.0, 0.0]), random=["0.last.*"])
-    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, bayes=bayes).double().train()
+    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=range(3), bayes=bayes).double().train()
 
 
 def gradients_of(split: vfl.SplitNetwork) -> dict[str, torch.Tensor | None]:

@@ -26,7 +26,7 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: 
     data = logistic_data(widths, rows)
     model = vfl.augmented(likelihoods.bernoulli(), predictors(widths), 1.0)
     guide = vfl.Guide(vfl.sums(), joint=True)
-    fit = vfl.sfvi(model, guide, single(data), key=KEY, steps=steps, lr=0.02, draws=8)
+    fit = vfl.sfvi(model, guide, single(data), steps=steps, lr=0.02, draws=8)
     mean, covariance = (part[0].double() for part in fit.moments())
     found = oracles.nuts_posterior(model, data, points=20, draws=draws, warmup=draws // 4, chains=1)
     assert found.r_hat.max() < 1.02
@@ -36,7 +36,7 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: 
     ratio = covariance.diagonal().sqrt() / sd
     assert ((ratio - 1).abs() < 0.1 + errors / (2 * effective).sqrt()).all()
     # And the predictions: mean log scores of the same rows.
-    thetas = fit.sample(KEY, 200)
+    thetas = fit.sample(200)
     ours = log_score(model, thetas, single(data)).mean()
     chosen = reference[:: max(1, len(reference) // 200)]
     theirs = log_score(model, list(chosen.unsqueeze(0).split(model.sizes, -1)), data).mean()
@@ -68,14 +68,14 @@ def test_parties_are_ranked(name: str) -> None:
     y = random.bernoulli(KEY, (x @ slopes).sigmoid(), (rows,)).double()
     train, test = (vfl.VerticalData(x[part].split(1, 1), y[part]) for part in (slice(300), slice(300, rows)))
     model = MODELS[name](likelihoods.bernoulli(), predictors([1, 1, 1]), 0.5)
-    fit = vfl.sfvi(model, vfl.Guide(vfl.sums(), joint=True), train, key=KEY, steps=300, lr=0.05)
-    lost = lost_score(model, fit.sample(KEY, 100), test)[0]
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums(), joint=True), train, steps=300, lr=0.05)
+    lost = lost_score(model, fit.sample(100), test)[0]
     # Three standard errors of a difference that is paired by row.
     for more, less in ((2, 0), (0, 1)):
         gap = lost[more] - lost[less]
         assert gap.mean() > 3 * gap.std() / gap.numel() ** 0.5
     assert lost[1].mean().abs() < 3 * lost[1].std() / 300**0.5 + 0.01  # a party of noise is worth nothing
-    assert spread(fit, test, KEY)[0].argsort().tolist() == [1, 0, 2]
+    assert spread(fit, test)[0].argsort().tolist() == [1, 0, 2]
 
 
 def test_a_score_is_lost_as_if_the_party_were_left_out() -> None:

@@ -99,7 +99,7 @@ def test_a_module_is_the_built_in_encoder(family: str) -> None:
         for name, value in theirs.get("z", {}).items():
             own["z"][f"inner/{name}"].copy_(value[:, 0])
     fits = [
-        vfl.sfvi(MODEL, guide, DATA, key=KEY, steps=3, start=begin, progress=False)
+        vfl.sfvi(MODEL, guide, DATA, steps=3, start=begin, progress=False)
         for guide, begin in zip(guides, (start, mine))
     ]
     assert torch.equal(fits[0].bounds, fits[1].bounds)
@@ -153,7 +153,7 @@ def test_a_law_at_the_server_of_sums() -> None:
     torch.testing.assert_close(bounds[0], bounds[1], rtol=1e3 * ROUNDING, atol=0)
     powered = vfl.power(likelihoods.gaussian(0.8), predictors(WIDTHS), RHO)
     with pytest.raises(ValueError, match="Expected the augmented model"):
-        vfl.sfvi(powered, guides[0], DATA, key=KEY, steps=1, progress=False)
+        vfl.sfvi(powered, guides[0], DATA, steps=1, progress=False)
 
 
 class Learnt(nn.Module):
@@ -186,7 +186,7 @@ def test_laws_of_ones_own_are_trained_to_the_conjugate_posterior(own: nn.Module 
     """
     data = gaussian_data(WIDTHS, 30)
     guide = vfl.Guide(vfl.sums(own, skewed=False), joint=True)
-    fit = vfl.sfvi(MODEL, guide, data, key=KEY, steps=800, lr=0.03, progress=False)
+    fit = vfl.sfvi(MODEL, guide, data, steps=800, lr=0.03, progress=False)
     mean, covariance, evidence = regression(data, 0.8**2 + 2 * RHO**2)
     means, covariances = fit.moments()
     sd = covariance.diagonal().sqrt()
@@ -202,9 +202,8 @@ def test_laws_of_ones_own_are_trained_to_the_conjugate_posterior(own: nn.Module 
 
 def test_elements_of_a_batch_are_fits_alone_and_nodes_train_them(tmp_path: Path) -> None:
     guide = vfl.Guide(vfl.amortised(Law()))
-    keys = torch.stack([KEY, KEY + 1])
-    both = vfl.sfvi(MODEL, guide, DATA, key=keys, steps=3, size=2, progress=False).parameters
-    alone = vfl.sfvi(MODEL, guide, DATA, key=keys[1:], steps=3, progress=False).parameters
+    both = vfl.sfvi(MODEL, guide, DATA, seed=[0, 1], steps=3, size=2, progress=False).parameters
+    alone = vfl.sfvi(MODEL, guide, DATA, seed=1, steps=3, progress=False).parameters
     for together, one in zip(tree.leaves(both), tree.leaves(alone)):
         torch.testing.assert_close(together[1:], one, rtol=ROUNDING, atol=ROUNDING)
     server, *holders = parts(MODEL, guide, alone, key=KEY)

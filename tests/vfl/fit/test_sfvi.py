@@ -65,7 +65,7 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     """
     data, rho = gaussian_data(widths, 30), (0.1, 0.5, 1.0, 20.0)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(widths), torch.tensor(rho))
-    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=4)
+    fit = vfl.sfvi(model, exact_guide(), data, steps=800, lr=0.03, size=4)
     means, covariances = fit.moments()
     assert fit.converged().all()
     for b in range(4):
@@ -84,7 +84,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
     guide = vfl.Guide(vfl.amortised(encoders.affine(), sees_response=True), joint=True)
-    fit = vfl.sfvi(model, guide, data, key=KEY, steps=700, lr=0.03, every=300)
+    fit = vfl.sfvi(model, guide, data, steps=700, lr=0.03, every=300)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)
     evidence = regression(data, SD**2 + parties * rho**2)[2]
@@ -99,7 +99,7 @@ def test_rho_towards_zero_is_the_true_posterior() -> None:
     rho = torch.tensor([0.4, 0.2, 0.1])
     for name in MODELS:
         model = MODELS[name](likelihoods.gaussian(SD), predictors([2, 1]), rho)
-        means, covariances = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=3).moments()
+        means, covariances = vfl.sfvi(model, exact_guide(), data, steps=800, lr=0.03, size=3).moments()
         error = (means - mean).abs().sum(-1) + (covariances - covariance).abs().sum((-2, -1))
         ratio = error[:-1] / error[1:]
         assert ((ratio > 3) & (ratio < 4.2)).all()  # the added variance is proportional to ρ²
@@ -113,15 +113,15 @@ every_guide = pytest.mark.parametrize("guide", GUIDES)
 @every_guide
 def test_the_batch_is_one_problem_after_another(name: str, guide: str) -> None:
     model, data = some_model(name, "poisson")
-    family, keys = GUIDES[guide](), random.fold_in(KEY, torch.arange(2))
+    family, seeds = GUIDES[guide](), [3, 4]
     weight = (draw(5, 2, 12) > -0.5).double()
     features = (torch.stack([data.features[0], 2 * data.features[0]]), *data.features[1:])
     data = data._replace(weight=weight, features=features)
-    together = vfl.sfvi(model, family, data, key=keys, steps=5, draws=2, size=2)
+    together = vfl.sfvi(model, family, data, seed=seeds, steps=5, draws=2, size=2)
     for b in range(2):
         alone = dataclasses.replace(model, rho=model.rho[b : b + 1])
         rows = data._replace(weight=weight[b], features=(features[0][b], *features[1:]))
-        one = vfl.sfvi(alone, family, rows, key=keys[b], steps=5, draws=2)
+        one = vfl.sfvi(alone, family, rows, seed=seeds[b], steps=5, draws=2)
         assert distance(tree.take(together.parameters, slice(b, b + 1)), one.parameters) < ROUNDING
         torch.testing.assert_close(together.bounds[:, b], one.bounds[:, 0], rtol=ROUNDING, atol=ROUNDING)
 
@@ -248,7 +248,7 @@ def test_learnt_weights_are_stationary() -> None:
     data = vfl.VerticalData(x.split(2, 1), (x[:, 0] > 0).double())
     model = vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0, concentration=0.02)
     family = vfl.Guide(vfl.mean_field(), vfl.diagonal())
-    fit = vfl.sfvi(model, family, data, key=KEY, steps=400, lr=0.03)
+    fit = vfl.sfvi(model, family, data, steps=400, lr=0.03)
     noise = draw_noise(model, family, random.key(5).reshape(1), 60, 2000, torch.float64)
     slopes = []
     for logits in (fit.parameters.server["weights"]["logits"], torch.zeros(1, 2, dtype=torch.float64)):
@@ -258,7 +258,7 @@ def test_learnt_weights_are_stationary() -> None:
         slopes.append(float(torch.autograd.grad(value, leaf)[0].abs().max()))
     assert slopes[0] < 0.1 * slopes[1]
     assert fit.weights()[0, 0] > 0.8
-    fixed = vfl.sfvi(vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0), family, data, key=KEY, steps=1)
+    fixed = vfl.sfvi(vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0), family, data, steps=1)
     with pytest.raises(ValueError, match="learnt weights"):
         fixed.weights()
 
@@ -304,7 +304,7 @@ def test_categorical_with_two_classes_is_bernoulli() -> None:
     torch.testing.assert_close(two, likelihoods.bernoulli().log_prob(data.response, s, s), rtol=1e-12, atol=1e-12)
     model = vfl.power(likelihoods.categorical(2), [vfl.linear(2, outputs=2), vfl.linear(1, outputs=2)], 1.0)
     for family in GUIDES.values():
-        fit = vfl.sfvi(model, family(), data, key=KEY, steps=3, draws=2)
+        fit = vfl.sfvi(model, family(), data, steps=3, draws=2)
         assert fit.bounds.isfinite().all()
 
 
@@ -323,7 +323,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: fit_with(logistic_data(WIDTHS, 0)), "at least one row, but got none"),
     (lambda: fit_with(mixed_dtypes()), r"one floating-point dtype, but got \['torch.float32', 'torch.float64'"),
     (lambda: fit_with(logistic_data(WIDTHS, 9), steps=0), "positive steps"),
-    (lambda: fit_with(logistic_data(WIDTHS, 9), key=torch.zeros(3, dtype=torch.int64)), "one key or one for each of 1"),
+    (lambda: fit_with(logistic_data(WIDTHS, 9), seed=[0, 1, 2]), "one seed or one for each of 1 problems, but got 3"),
 ]
 
 
@@ -334,7 +334,7 @@ def mixed_dtypes() -> vfl.VerticalData:
 
 def fit_with(data: vfl.VerticalData, **arguments: object) -> vfl.VariationalFit:
     model = vfl.augmented(likelihoods.bernoulli(), predictors(), 1.0)
-    return vfl.sfvi(model, GUIDES["sums"](), data, **{"key": KEY, "steps": 1, **arguments})  # type: ignore[arg-type]
+    return vfl.sfvi(model, GUIDES["sums"](), data, **{"steps": 1, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("attempt", "message"), BAD)
@@ -368,7 +368,7 @@ def fit_of_counts(steps: int) -> tuple[vfl.VerticalModel, vfl.VerticalData, vfl.
     data = counts_data([1, 1], 60)
     model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * 2, 3.0)
     lr = 0.01 if steps > 1000 else 0.03
-    return model, data, vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=steps, lr=lr)
+    return model, data, vfl.sfvi(model, vfl.Guide(vfl.sums()), data, steps=steps, lr=lr)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
     (model, data, exchangeable), parties, rho = fit_of_counts(800), 2, 3.0
     told = data.y.double().flatten() + 0.5
     floor = float(0.5 * (parties * (rho**2 * told).log1p() - (parties * rho**2 * told).log1p()).sum())
-    fit = vfl.sfvi(model, vfl.Guide(vfl.mean_field()), data, key=KEY, steps=350, lr=0.08)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.mean_field()), data, steps=350, lr=0.08)
     assert float(exchangeable.bounds[-1, 0] - fit.bounds[-1, 0]) == pytest.approx(floor, abs=6)
 
 
@@ -402,8 +402,8 @@ def test_a_fit_that_is_held_up_has_not_converged() -> None:
     data = counts_data([1, 1], 60)
     poisson = dataclasses.replace(likelihoods.poisson(), normal=None)
     model = vfl.augmented(poisson, [vfl.linear(1)] * 2, 3.0)
-    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=400)
-    short = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=3)  # nothing to tell by
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, steps=400)
+    short = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, steps=3)  # nothing to tell by
     for each in (fit, short):
         with pytest.warns(RuntimeWarning, match=r"Not converged after \d+ steps: .*start=fit\.parameters"):
             assert not bool(each.converged())
@@ -417,7 +417,6 @@ def test_the_regressions_posterior_at_noise_far_above_the_likelihoods(name: str)
         MODELS[name](likelihoods.gaussian(SD), predictors([1, 1]), rho),
         exact_guide(),
         data,
-        key=KEY,
         steps=800,
         lr=0.03,
     )

@@ -72,7 +72,7 @@ def test_the_response_with_the_parties_and_idle_ones(delay: int) -> None:
 def linear() -> vfl.SplitNetwork:
     """A logistic regression of two parties without an intercept, from zero."""
     made = [torch.nn.Linear(15, 1, bias=False).double() for _ in range(2)]
-    network = vfl.SplitNetwork(made, likelihoods.bernoulli(), keys=random.key(0).reshape(1)).double()
+    network = vfl.SplitNetwork(made, likelihoods.bernoulli()).double()
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()

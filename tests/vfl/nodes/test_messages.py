@@ -274,7 +274,7 @@ def test_values_that_are_not_finite_are_named_before_anybody_moves(rows: torch.T
     x[2, 1] = 0.0
     data = vfl.VerticalData((x[:, :1], x[:, 1:]), x[:, 1])
     bottoms = [torch.nn.Linear(1, 1, dtype=torch.float64), Inverse(1, 1, dtype=torch.float64)]
-    network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), keys=KEY.reshape(-1)[:1])
+    network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli())
     server, holders = network.nodes(data)
     before = [leaf.clone() for leaf in network.parameters()]
     with pytest.raises(ValueError, match="values of party 'number 2', but got NaN or Inf for aligned row 2 in step 0"):

@@ -54,7 +54,7 @@ def test_rows_that_a_party_lacks_are_marked() -> None:
     assert torch.equal(aligned.data.features[1], torch.where(here[:, None], X[:, 2:], 0)[order])
     model = vfl.augmented(likelihoods.bernoulli(), [vfl.linear(2), vfl.linear(3)], 1.0)
     with pytest.raises(ValueError, match="Expected rows that all parties have"):
-        vfl.sfvi(model, vfl.Guide(), aligned.data, key=random.key(0), steps=1)
+        vfl.sfvi(model, vfl.Guide(), aligned.data, steps=1)
 
 
 def test_the_party_with_labels_may_have_features() -> None:

@@ -1,23 +1,22 @@
-r"""Expectation propagation: the posterior of what all clients share, by sums of normal sites.
+r"""Expectation propagation: the posterior of the shared parameters, from sums of normal sites.
 
 The posterior of the shared parameters φ is p(φ) ∏_k f_k(φ), where f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k needs client
-k's data. Client k stands for f_k by a site q_k, a normal density's natural parameters (r_k, Q_k); the server keeps
-q(φ) = p(φ) ∏ q_k(φ), whose parameters are sums. In a round, with damping δ,
+k's data. Client k approximates f_k by a site q_k, with the natural parameters (r_k, Q_k) of a normal density; the
+server keeps q(φ) = p(φ) ∏ q_k(φ), whose parameters are sums. In a round, with damping δ,
 
 .. math::
     \text{cavity}_k = q / q_k, \qquad
     q_k \leftarrow q_k^{1-\delta} \bigl(\mathrm{proj}[\text{cavity}_k f_k] / \text{cavity}_k\bigr)^\delta ,
 
-where proj is the normal density of equal mean and covariance, found by `project`. A site may be indefinite, and most
-sites of a converged hierarchical model are; q and the cavities must be densities.
+where proj is the normal density with the same mean and covariance, computed by `project`. A site may be indefinite, and
+most sites of a converged hierarchical model are; q and the cavities must be densities.
 
-The first round is a summed one: clients tell a summary, from which the server makes a first estimate; each client
-starts with an equal share of it, so that the first cavities are neither the bare prior nor narrow. Printed from zero
-sites (Algorithm 3), the method breaks in its first step. Whoever joins later starts from a zero site.
+The first round is a summed one: clients send a summary, from which the server makes a first estimate. Each client
+starts with an equal share of it, so that the first cavities are neither the bare prior nor narrow. From zero sites, as
+printed (Algorithm 3), the method breaks in its first step. Clients that join later start from a zero site.
 
-How far a step goes, and when all clients go back to sites that were good, is in `_damping`. Where a client's cavity is
-no density after some retreats, as with few clients of very different sizes, that client keeps its site, and the report
-says so.
+The step length, and the return of all clients to earlier good sites, are in `_damping`. A client whose cavity is still
+not a density after some retreats, as with few clients of very different sizes, keeps its site, and the report names it.
 
 Hyperpriors that are not normal are factors of one coordinate each; the server keeps a site for each and renews it as a
 client would (`Factor`).

@@ -1,4 +1,4 @@
-"""Checks that what a run of expectation propagation has found can be used."""
+"""Checks of a finished run of expectation propagation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedtorch.models.hierarchical.empty_levels import refuse_crossed
 from fedtorch.models.hierarchical.families import GAUSSIAN
 
 _SHOWN = 5  # names of clients in a warning
-_SURPRISE = 4.0  # sds of what a prior says of a posterior mean
-_WIDER = 1.01  # of prior sds
+_SURPRISE = 4.0  # largest distance of a posterior mean from the prior mean, in prior sds
+_WIDER = 1.01  # largest posterior sd, in prior sds
 _WHYS = {
     "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
     "failed": "the projection found no moments, or such as rows cannot have; use more nodes, a narrower prior, or less "
@@ -30,18 +30,18 @@ _WHYS = {
 
 
 class Checked(NamedTuple):
-    """Hold what a run has found that can be used."""
+    """The checked result of a run."""
 
     model: Any
-    server: EPServer  # of a run without a server, a node's copy or the mean of all
-    nodes: int | None  # how many there are in a run without a server
+    server: EPServer  # of a run without a server: a node's copy or the mean
+    nodes: int | None  # number of nodes in a run without a server
 
 
 def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
     """Return the model and server, on the CPU, of a run whose q can be used; raise and warn as `posterior`."""
     if not isinstance(run.server, EPServer):
         raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
-    copies, server = run.server.version.ndim > 0, tree.to(run.server, "cpu")  # where the model's numbers are
+    copies, server = run.server.version.ndim > 0, tree.to(run.server, "cpu")  # on the model's device
     if copies:
         server = at_node(server, node)
     elif node is not None:
@@ -67,7 +67,7 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
 
 
 def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
-    """List what a user must know: that q still moves, and which sites are no longer renewed."""
+    """List warnings for the user: q still moves, or sites are no longer updated."""
     moved = server.moved
     if not converged(run, tolerance):
         yield unidentified(run, "the prior decides between them, by steps that may never settle") or (
@@ -75,11 +75,11 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
             f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )
     prior, q = gaussian.unpack(server.prior.precision), gaussian.moments(server.posterior)
-    own = prior.diagonal() > 0
-    if bool(own.any()):
-        spread = torch.linalg.inv(prior[own][:, own])
-        before = spread @ server.prior.shift[own]
-        surprise = float(((q.mean[own] - before).square() / spread.diagonal()).sqrt().amax())
+    with_prior = prior.diagonal() > 0
+    if bool(with_prior.any()):
+        spread = torch.linalg.inv(prior[with_prior][:, with_prior])
+        before = spread @ server.prior.shift[with_prior]
+        surprise = float(((q.mean[with_prior] - before).square() / spread.diagonal()).sqrt().amax())
         if surprise > _SURPRISE:
             yield (
                 f"Expected a posterior that the prior allows for, but got a mean {surprise:.1f} prior sds from the "
@@ -87,9 +87,9 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 "this is one; use a wider prior"
             )
         model = posterior_of(run.algorithm).model
-        if isinstance(model, Model) and model.family not in (None, GAUSSIAN):  # whose integrals have no closed form
-            ratios = (q.covariance.diagonal()[own] / spread.diagonal()).sqrt().tolist()
-            names = [name for name, has in zip(model.names, own.tolist()) if has]
+        if isinstance(model, Model) and model.family not in (None, GAUSSIAN):  # integrals without a closed form
+            ratios = (q.covariance.diagonal()[with_prior] / spread.diagonal()).sqrt().tolist()
+            names = [name for name, has in zip(model.names, with_prior.tolist()) if has]
             wide = [f"{name!r} {ratio:.3g}" for name, ratio in zip(names, ratios) if ratio > _WIDER]
             if wide:
                 shown = ", ".join(wide[:_SHOWN]) + (", …" if len(wide) > _SHOWN else "")
@@ -97,10 +97,10 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                     f"Expected posterior sds below the prior's, but got so many times those: {shown}. Rows can widen a "
                     "posterior where variances are unknown; see whether given=corrected(run) says the same"
                 )
-    last = run.last  # unknown after a resumption, until there is another round; under masks nobody tells figures
+    last = run.last  # absent after a resumption until the next round; with masks no diagnostics are sent
     for figure, why in _WHYS.items():
-        told = None if last is None else last.info.get(figure)
-        which = [] if last is None or told is None else [run.population.names[k] for k in last.ids[told > 0].tolist()]
+        flags = None if last is None else last.info.get(figure)
+        which = [] if last is None or flags is None else [run.population.names[k] for k in last.ids[flags > 0].tolist()]
         if which:
             shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
             expected = "Expected a new site of every client in the last round"

@@ -1,21 +1,21 @@
-r"""Step sizes of the sites in a round, and when all of them return to earlier values.
+r"""Step sizes of the sites in a round, and retreats of all sites to earlier values.
 
-A client's step is a share δ, the damping, of the way to the site that its rows ask for. Full steps of all clients at
-once can leave the sites at which q and every cavity are densities, or go around their fixed point. The sites at which
-they are densities form a convex set that the start lies in, so the way back to sites known to be good leads into it:
+A client's step goes a fraction δ, the damping, of the way to the site that its rows imply. Full steps of all clients at
+once can make q or a cavity improper, or circle around their fixed point. The sites at which all are densities form a
+convex set that contains the start, so the way back to sites known to be good leads into it:
 
-- where q is no density, or has moved by more than five sds (the larger of those that it had and has), or a client's
-  cavity is none, every client goes half the way back to its last good site, until q is a density again, and q is then
-  tried anew; δ is half of what it was, so that the next step ends short of the place. The cavity of a client that is
-  alone is the prior: its step is exact, however far it goes;
-- a cavity that is none after five such rounds will not become one, as with few clients of very different sizes; from
-  then on that client keeps its site, and the others go on;
-- where changes of q, divided by δ, do not shrink, δ is halved too: the map overshoots. That is asked of rounds after
-  the fourth, since the first ones move q however good the steps are, and of rounds in which everybody has taken part,
-  since changes of two cohorts cannot be compared;
-- a good round recovers half of a halving, so that two make up for one, and δ ends near the largest one that works.
+- if q is improper, or has moved by more than five sds (the larger of the old and new sds), or a client's cavity is
+  improper, every client goes half the way back to its last good site, until q is a density again; δ is halved, so that
+  the next step ends short of that place. A client alone has the prior as its cavity, so its step is exact, however
+  long;
+- a cavity that is still improper after five such rounds will stay so, as with few clients of very different sizes; from
+  then on that client keeps its site, and the others continue;
+- if changes of q, divided by δ, do not shrink, δ is halved too: the map overshoots. This is tested after the fourth
+  round, since the first ones move q in any case, and only in rounds with all clients, since changes of two cohorts
+  cannot be compared;
+- a good round recovers half of a halving, so that two make up for one, and δ ends near the largest value that works.
 
-Below 1/64 a fit would not end in any useful number of rounds, so that δ stays there.
+δ is at least 1/64: below that a fit would need too many rounds.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
-_FARTHEST = 5.0  # sds that a mean of q may move in a round
-_RETREATS = 5  # for the sake of cavities; from then on clients without one keep their sites
+_FARTHEST = 5.0  # most sds that a mean of q may move in a round
+_RETREATS = 5  # most retreats because of cavities; after them, clients without a cavity keep their sites
 _SETTLED = 4  # rounds after which changes should shrink
-_RECOVERY = 2**0.5  # of the damping, in a good round
+_RECOVERY = 2**0.5  # growth of the damping in a good round
 _LEAST = 1 / 64  # damping
-_STILL = 1e-9  # sds, a change that is rounding, which need not shrink
+_STILL = 1e-9  # change in sds that counts as rounding and need not shrink
 
 
 class Pace(NamedTuple):
-    """Hold the settings of the next round; scalars."""
+    """Settings of the next round; scalars."""
 
     damping: Tensor  # δ of its steps
     speed: Tensor  # the greatest change of a mean or sd of q in the last round, divided by δ
     back: Tensor  # bool: whether clients go half the way back instead of a step
     good: Tensor  # the last version of q of which all cavities were densities, −1 before the first
-    retreats: Tensor  # rounds gone back for the sake of a cavity
+    retreats: Tensor  # rounds of retreat because of a cavity
 
 
 class Moved(NamedTuple):
-    """Hold how far a round has moved q; scalars."""
+    """Change of q in a round; scalars."""
 
     mean_change: Tensor  # the greatest change of a mean of q, in its sd; NaN where q was no density
     sd_change: Tensor  # the greatest relative change of an sd of q
-    damping: Tensor  # of the round's steps
-    remaining: Tensor  # what the changes, going on to shrink as they last did, still add up to, in sd; infinite if not
+    damping: Tensor  # damping of the round's steps
+    # sum of all future changes if they shrink at the last rate, in sd; infinite if they do not shrink
+    remaining: Tensor
     improper: Tensor  # the share of clients whose cavity was no density
 
 
@@ -71,8 +72,8 @@ def update(
     """Return the pace after a round.
 
     Args:
-        pace: of the round.
-        change: of the means and sds of q `(2,)`, see `changes`.
+        pace: settings of the round.
+        change: changes of the means and sds of q `(2,)`, see `changes`.
         version: rounds before it; the first one makes the start.
         proper: () whether q is a density again, near the last trusted one.
         improper: () the share of clients whose cavity was no density; their round started from the q before.
@@ -80,7 +81,7 @@ def update(
         most: the damping of undisturbed rounds.
     """
     speed = change.amax() / pace.damping
-    still = (speed < _STILL) & ~pace.back & (improper == 0)  # everybody took a step
+    still = (speed < _STILL) & ~pace.back & (improper == 0)  # all clients took a step
     slows = still | (speed < pace.speed)
     looked = (pace.back, improper == 0, pace.retreats < _RETREATS, proper, everybody, slows)
     was_back, cavities, patient, is_proper, complete, slower = torch.stack(looked).tolist()
@@ -110,9 +111,10 @@ def changes(before: Natural, after: Natural) -> Tensor:
 
 
 def is_near(trusted: Natural, posterior: Natural) -> Tensor:
-    """Return whether no mean of q has moved far, `()`, in units of the larger sd of both; true where it had none.
+    """Return whether no mean of q has moved far, `()`, in units of the larger sd of both; true if q was improper
+    before.
 
-    In the sd that it had alone, a first estimate that is too narrow could never be left.
+    In units of the previous sd, q could never leave a first estimate that is too narrow.
     """
     old, new = gaussian.moments(trusted), gaussian.moments(posterior)
     sd = torch.maximum(old.covariance.diagonal(), new.covariance.diagonal()).sqrt()
@@ -124,8 +126,8 @@ def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, ve
     """Return each client's site to go back to.
 
     Args:
-        site: as it is now, good where there has been no step.
-        before: its last step; good where all cavities of the q that it started from were densities.
+        site: the present site, which is good if no step has been taken.
+        before: the site before its last step; good if all cavities of that round's q were densities.
         good: the one known to be good until then.
         stepped: version of q that the last step started from, `(K,)`; −1 before the first.
         version: the last one of which all cavities were densities, `(K,)`.
@@ -134,5 +136,5 @@ def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, ve
 
 
 def halfway(site: Natural, good: Natural) -> Natural:
-    """Return the point half the way back."""
+    """Return the midpoint between a site and the one to go back to."""
     return tree.scale(tree.add(site, good), 0.5)

@@ -12,7 +12,7 @@ from fedtorch.tree import Tree
 
 
 class EPServer(NamedTuple):
-    """Hold what the server keeps.
+    """State of the server.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -28,12 +28,12 @@ class EPServer(NamedTuple):
     """
 
     prior: Natural  # the normal part of p(φ)
-    prior_sites: Natural  # of the other part, (F,) each
-    share: Natural  # of the first estimate, of each client that waits
+    prior_sites: Natural  # factors of the other part of the prior, (F,) each
+    share: Natural  # each waiting client's share of the first estimate
     posterior: Natural  # q(φ)
-    trusted: Natural  # the last q that clients need not go back from
+    trusted: Natural  # the last q to which no retreat is needed
     version: Tensor  # rounds that have been aggregated
-    pace: Pace  # of the next round
-    moved: Moved  # by the last round
+    pace: Pace  # settings of the next round
+    moved: Moved  # change in the last round
     population: Tensor  # number of clients
     total: Tree = None  # `site`, `summary` and `waiting` of all clients, added up, float64

@@ -20,17 +20,17 @@ AnyPrior = Prior | Natural | MultivariateNormal
 
 
 class Factors(NamedTuple):
-    """Hold factors f_k(φ) of the user's own, ready for `ft.ep`."""
+    """User-defined factors f_k(φ) for `ft.ep`."""
 
     project: Projection  # see `fedtorch.models.hierarchical.projections`
-    prior: AnyPrior  # of φ
-    start: Start | None = None  # of the summed round; default: the mean of the clients' tilted moments of the prior
+    prior: AnyPrior  # prior of φ
+    start: Start | None = None  # for the summed round; default: mean of the clients' tilted moments under the prior
     prepare: Callable[[Any], Any] = identity  # data -> data, once per block
-    log_factor: LogFactor | None = None  # log f_k itself, which `corrected` asks for
+    log_factor: LogFactor | None = None  # log f_k, needed by `corrected`
 
 
 class Completed(NamedTuple):
-    """Hold factors whose defaults have been filled in."""
+    """Factors with their defaults filled in."""
 
     project: Projection
     prior: Prior
@@ -47,7 +47,7 @@ def as_prior(prior: AnyPrior) -> Prior:
     """Return a prior of any of these forms, in float64.
 
     Raises:
-        TypeError: of another form.
+        TypeError: a prior of another type.
         ValueError: a batch of priors.
     """
     if isinstance(prior, MultivariateNormal):

@@ -1,4 +1,4 @@
-"""The rounds of expectation propagation: what a client and the server do. See the package for the method."""
+"""The client's and the server's rounds of expectation propagation; the package describes the method."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedtorch.tree import Tree
     )
 )
 class _Told(NamedTuple):
-    """Hold all that a client has told, or the sum over clients."""
+    """All that a client has sent, or the sum over clients."""
 
     site: Natural
     summary: Tree
@@ -42,16 +42,16 @@ class _Told(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Hold a client's own state; leaves `(K, ...)`."""
+    """State of a client; leaves `(K, ...)`."""
 
     told: _Told
-    before: Natural  # its site before its last step
-    good: Natural  # its site in the last round known to be good
+    before: Natural  # site before the last step
+    good: Natural  # site in the last round known to be good
     stepped: Tensor  # version of q that its last step started from, −1 before the first
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out."""
+    """Broadcast of the server."""
 
     posterior: Natural
     share: Natural
@@ -63,20 +63,20 @@ class _Outbox(NamedTuple):
 
 @tells(Learns("whether a step of the client was left out"))
 class _Message(NamedTuple):
-    """Hold what a client tells the server of the round."""
+    """A client's diagnostics for the server."""
 
-    improper: Mean  # 1 if its cavity is no density
+    improper: Mean  # 1 if its cavity is improper
 
 
 def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     """Build expectation propagation.
 
     Args:
-        model: a `hierarchical.Model`; or `Factors(project, prior)` of your own, such as those of a Pyro model.
+        model: a `hierarchical.Model`; or your own `Factors(project, prior)`, such as those of a Pyro model.
         damping: δ of the undisturbed rounds, in (0, 1].
 
-    A run's history has every round's `Moved`, by which `settled` stops it; `posterior`, `devices` and `corrected` say
-    what it has found.
+    A run's history has every round's `Moved`, on which the stopping rule `settled` acts; `posterior`, `devices` and
+    `corrected` return the results.
 
     Shapes: server state is `EPServer`; client state has its site, `(K, ...)`. A run's `parameters` are the prior's
     normal part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
@@ -131,8 +131,8 @@ def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -
         moved=moved,
         population=torch.tensor(clients),
     )
-    told = _Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
-    return server, _State(told, nothing, nothing, torch.tensor(-1))
+    contribution = _Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
+    return server, _State(contribution, nothing, nothing, torch.tensor(-1))
 
 
 def _outbox(server: EPServer) -> _Outbox:
@@ -142,13 +142,13 @@ def _outbox(server: EPServer) -> _Outbox:
 
 
 def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Completed) -> Reply:
-    """Tell a summary, goes back, or takes a step, whatever the round is for."""
+    """Send a summary, retreat, or take a step, depending on the round."""
     none = torch.zeros_like(state.told.waiting)
     first, back = torch.stack([(inbox.version == 0).all(), inbox.back.any()]).tolist()
     if first and len(none):
         prior = model.prior.replaced(tree.to(model.prior.normal, none.device))
-        told = state.told._replace(summary=model.start.summary(data, prior), waiting=none + 1)
-        return _reply(state, state._replace(told=told), none, none)
+        contribution = state.told._replace(summary=model.start.summary(data, prior), waiting=none + 1)
+        return _reply(state, state._replace(told=contribution), none, none)
     site = _site(inbox, state)
     good = pacing.last_good(site, state.before, state.good, state.stepped, inbox.good)
     if back:
@@ -188,7 +188,7 @@ def _server(state: EPServer, aggregate: _Message, key: Tensor, *, model: Complet
 
 
 def _site(inbox: _Outbox, state: _State) -> Natural:
-    """Return the clients' sites as the server sees them: shares of the first estimate while they wait."""
+    """Return the clients' sites in the server's sum: shares of the first estimate until their first step."""
     return tree.where(state.told.waiting > 0, inbox.share, state.told.site)
 
 
@@ -201,20 +201,20 @@ def _target(inbox: _Outbox, site: Natural, project: Projection, data: Any, key: 
 
 
 def _stepped(inbox: _Outbox, state: _State, site: Natural, good: Natural, target: tuple[Tensor, Natural]) -> Reply:
-    """Return a step towards the target; who has no cavity or found no moments stays."""
+    """Return a step towards the target; clients without a cavity or without moments keep their site."""
     proper, wanted = target
     done = proper & wanted.shift.isfinite().all(-1) & wanted.precision.isfinite().all(-1)
     step = tree.scale(tree.subtract(wanted, site), inbox.damping)
-    told = state.told._replace(
+    contribution = state.told._replace(
         site=tree.where(done, tree.add(site, step), state.told.site), waiting=state.told.waiting.where(~done, 0.0)
     )
     new = _State(
-        told=told,
+        told=contribution,
         before=tree.where(done, site, state.before),
         good=tree.where(done, good, state.good),
         stepped=torch.where(done, inbox.version, state.stepped),
     )
-    return _reply(state, new, (~proper).to(told.waiting.dtype), (proper & ~done).to(told.waiting.dtype))
+    return _reply(state, new, (~proper).to(contribution.waiting.dtype), (proper & ~done).to(contribution.waiting.dtype))
 
 
 def _product(base: Natural, sites: Natural, prior: Prior) -> Natural:

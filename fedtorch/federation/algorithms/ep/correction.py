@@ -1,16 +1,16 @@
 r"""The posterior beyond its normal approximation: common nodes, weighted in one more summed round.
 
-Expectation propagation ends with a normal density q(φ). With few clients the posterior is skewed and has longer tails,
-as that of a log variance and of a mean whose variance is uncertain, and q's sds are some per cent too small. Here every
-client takes the same nodes φ_i around q and tells log f_k(φ_i), of which the server hears the sum only:
+Expectation propagation ends with a normal density q(φ). With few clients the posterior is skewed with longer tails, for
+example of a log variance, or of a mean whose variance is uncertain, and q's sds are some per cent too small. Here every
+client evaluates log f_k(φ_i) at the same nodes φ_i around q, and the server receives only the sum:
 
 .. math:: w_i \propto p(\varphi_i) \prod_k f_k(\varphi_i) \big/ g(\varphi_i), \qquad
     g = \tfrac12 N(m, \Sigma) + \tfrac12 t_2(m, \Sigma),
 
-with q = N(m, Σ). The half of Student's t with two degrees of freedom keeps the weights bounded where the posterior's
-tails are longer, as those of a mean of few clients are, which look like t themselves; a wider normal density does not,
-and cuts them off without a word. Beyond five dimensions, where few of Student's nodes are near the posterior, it is
-¾ N(m, 1.2² Σ) + ¼ t₂(m, Σ), and half of the nodes go first: the others follow where those do not tell enough.
+with q = N(m, Σ). The component of Student's t with two degrees of freedom keeps the weights bounded if the posterior's
+tails are longer, as for a mean over few clients, whose posterior is like t itself; a wider normal density would cut
+such tails off unnoticed. Beyond five dimensions, where few of Student's nodes are near the posterior, the proposal is ¾
+N(m, 1.2² Σ) + ¼ t₂(m, Σ), and half of the nodes are evaluated first: the others follow if those do not suffice.
 
 Source: Vehtari et al. (2020), "Expectation propagation as a way of life", section 4; Owen and Zhou (2000), "Safe and
 effective importance sampling"; Owen (2013), "Monte Carlo theory, methods and examples".
@@ -45,14 +45,14 @@ from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 _FREEDOM = 2.0  # degrees of freedom of Student's nodes
-_LOW = 5  # dimensions up to which quasi-random nodes gain much more than their number says
+_LOW = 5  # largest dimension in which quasi-random nodes gain much
 _FEWEST = 100  # effective nodes
 _PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log density of nodes without weight
 
 
 class Corrected(NamedTuple):
-    """Hold weighted nodes of the posterior of φ.
+    """Weighted nodes of the posterior of φ.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -72,10 +72,10 @@ class Corrected(NamedTuple):
         True
     """
 
-    posterior: MultivariateNormal  # of the nodes' mean and covariance
+    posterior: MultivariateNormal  # normal density with the nodes' mean and covariance
     nodes: Tensor  # (R, p)
     weights: Tensor  # (R,) of sum 1
-    effective: float  # how many nodes of equal weight would tell as much of each mean and variance, at the least
+    effective: float  # least number of equally weighted nodes with the same accuracy, over all means and variances
 
     def quantile(self, probability: float) -> Tensor:
         """Return quantiles of each coordinate, `(p,)`, as `Run.summary` has them."""
@@ -85,19 +85,20 @@ class Corrected(NamedTuple):
 def corrected(
     run: Run, *, points: int = 8192, enough: float = 750.0, tolerance: float = 0.01, node: int | None = None
 ) -> Corrected:
-    """Compute moments of the posterior itself, in one more summed round of a run's clients, all of whom must answer.
+    """Compute the posterior's moments in one more summed round, which all clients of a run must answer.
 
-    A `RuntimeWarning` says so where fewer than a hundred nodes' worth of weight is left: q is too far from the
-    posterior for this correction.
+    A `RuntimeWarning` is given if fewer than a hundred nodes' worth of weight is left: q is too far from the posterior
+    for this correction.
 
     Args:
-        run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
-        points: how many nodes at the most, so many numbers are sent by each client.
-        enough: with more than five shared parameters, half of the nodes are taken where these have so many nodes' worth
-            of weight. Sds are then known to about 1 / √(2 · enough), of 750 to 2 or 3 per cent; `math.inf` takes all.
-        tolerance: see `posterior`, which warns and raises alike.
-        node: of a run `ft.without_server`, whose q and sums are used; default: the means of all. The sums are found by
-            consensus there, too.
+        run: of `ep` with a hierarchical model, or with `Factors` that have `log_factor`.
+        points: most nodes, which is also the number of values sent by each client.
+        enough: with more than five shared parameters, half of the nodes are used if these have that many nodes' worth
+            of weight. Sds are then accurate to about 1 / √(2 · enough), for 750 to 2 or 3 per cent; `math.inf` uses
+            all.
+        tolerance: as for `posterior`, with the same warnings and errors.
+        node: in a run `ft.without_server`, the node whose q and sums are used; default: the means of all. The sums are
+            found by consensus there, too.
     """
     model, server, networked = checked(run, tolerance, node)
     if model.log_factor is None:
@@ -137,7 +138,7 @@ def corrected(
 def _summed(
     log_factor: LogFactor, nodes: Tensor, run: Run, prepare: Callable[[Any], Any], networked: int | None
 ) -> Tensor:
-    """Sum log f_k over clients at the nodes, `(R,)`, in a round of its own; on a network a row per node.
+    """Sum log f_k over clients at the nodes, `(R,)`, in an extra round; on a network one row per node.
 
     Student's nodes may lie a hundred standard deviations out, where covariances have no Cholesky factor in float64;
     a node at which a client cannot compute its factor has no weight.
@@ -151,7 +152,7 @@ def _summed(
         values = torch.cat(parts, 1)
         return Reply(Sum(torch.where(values.isnan() | values.isneginf(), _NOWHERE, values)), state, {})
 
-    # Without a server, neighbours find the sums as in the run, and every one of them has the nodes.
+    # Without a server, neighbours compute the sums by consensus, and every node has the quadrature nodes.
     outbox: Tensor = nodes if networked is None else tree.expand(nodes, networked)
     algorithm = Algorithm(
         init=lambda parameters, clients: (outbox, ()),  # first the nodes, then the sums at them
@@ -180,18 +181,19 @@ def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:
 
 
 def _proposed(size: int, points: int) -> Tensor:
-    """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's, and the negatives of all.
+    """Draw nodes of g at m = 0, Σ = I, `(R, size)`, normal and Student's, with the negatives of all.
 
-    Up to five dimensions they take turns. Of four nodes in turn one would always lie in the same quadrant of the first
-    two coordinates, whose correlation would be 0.06 off with any number of nodes: there one coordinate more says which.
+    Up to five dimensions they take turns. Every fourth node would always lie in the same quadrant of the first two
+    coordinates, whose correlation would be 0.06 off with any number of nodes; one more coordinate makes the choice
+    instead.
     """
     normal, last, *other = quasi_random(size + 1 + (size > _LOW), points).nodes.split(
         [size, 1, *[1] * (size > _LOW)], 1
     )
-    chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
+    chi_square = -2 * torch.special.log_ndtr(last)  # with two degrees of freedom, the only one with a closed inverse
     every, wider = _mixed(size)
     if other:
-        student = (2 * torch.special.ndtr(-other[0].abs())) > 1 - 1 / every  # alike for a node and its negative
+        student = (2 * torch.special.ndtr(-other[0].abs())) > 1 - 1 / every  # the same for a node and its negative
     else:
         student = torch.arange(len(normal))[:, None] % every == 1
     nodes = torch.where(student, (_FREEDOM / chi_square).sqrt(), wider) * normal
@@ -199,7 +201,7 @@ def _proposed(size: int, points: int) -> Tensor:
 
 
 def _mixed(size: int) -> tuple[int, float]:
-    """Return of how many nodes one is Student's, and the sd of the others."""
+    """Return the reciprocal share of Student's nodes, and the sd of the others."""
     return (2, 1.0) if size <= _LOW else (4, 1.2)
 
 
@@ -216,7 +218,7 @@ def _log_mixture(white: Tensor) -> Tensor:
 def effective(weights: Tensor, away: Tensor) -> float:
     """Return the least effective sample size of the mass and of each coordinate's variance (Owen 2013, section 9.3).
 
-    Of a variance it counts 3 for each node, since equal weights of normal draws tell n / 3 there.
+    For a variance each node counts 3, since equal weights of normal draws have n / 3 effective nodes there.
     """
     shares = weights[:, None] * away.square()
     shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)

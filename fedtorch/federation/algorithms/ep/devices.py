@@ -17,20 +17,21 @@ from fedtorch.models.hierarchical import Model
 
 
 def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:
-    """Compute each device's own posterior given all devices' rows (section 4.2.1), where its rows are.
+    """Compute each device's own posterior given all devices' rows (section 4.2.1), where the device's rows are.
 
-    From its cavity, in which what the others know of φ is normal: with five devices that is good to one per cent of an
-    sd. Or from the posterior of φ as `corrected` has found it, p(θ_k | all) = ∫ p(θ_k | φ, y_k) p(φ | all) dφ being a
-    mixture over its nodes. In a run `ft.without_server` a device's cavity is of the q that its own node has.
+    By default from the device's cavity, a normal approximation to the others' information about φ: with five devices
+    that is accurate to one per cent of an sd. With `given`, from the corrected posterior of φ: p(θ_k | all) = ∫ p(θ_k |
+    φ, y_k) p(φ | all) dφ is a mixture over its nodes. In a run `ft.without_server` a device's cavity comes from its own
+    node's q.
 
     Args:
         run: of `ep` with a hierarchical model.
-        given: the corrected posterior of φ, whose nodes every device hears; memory goes with devices × nodes ×
-            coefficients², so ask `corrected` for fewer `points` where that is much.
-        tolerance: see `posterior`, which warns and raises alike.
+        given: the corrected posterior of φ, whose nodes are sent to every device; memory grows with devices × nodes ×
+            coefficients², so use `corrected` with fewer `points` if that is much.
+        tolerance: as for `posterior`, with the same warnings and errors.
 
     Raises:
-        TypeError: a run of another algorithm, of factors without devices, or of a population that has not its data.
+        TypeError: a run of another algorithm, of factors without devices, or of a population without its data.
     """
     model, data = checked(run, tolerance).model, getattr(run.population, "data", None)
     if not isinstance(model, Model) or data is None:

@@ -1,8 +1,8 @@
-r"""What expectation propagation has found, in the units of a paper: SDs and correlations in place of log variances.
+r"""Results of expectation propagation in reported units: SDs and correlations in place of log variances.
 
-φ has logarithms of variances and the entries of a triangular factor. Their posterior is taken to SDs and correlations
-at quasi-random nodes of q(φ), or at those that `corrected` has weighed. Coefficients are linear in φ, so that their
-intervals are those of the normal density itself.
+φ has logarithms of variances and the entries of a triangular factor. Their posterior is transformed to SDs and
+correlations at quasi-random nodes of q(φ), or at the weighted nodes of `corrected`. Coefficients are linear in φ, so
+their intervals are those of the normal density itself.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _ONE_SIDED = (
 )
 _PRIOR = "merge levels, leave the column out, or choose the prior's sd= with care"
 _HELPS = "merge levels, leave the column out, or take ft.ep, whose prior bounds it"
-# Share of the right sd below which there is a warning. The estimate of it is off by 0.06 in Gaussian fits, by 0.2 in
-# others, so that a share of 0.9 is mostly found.
+# Ratio of q's sd to the right sd below which a warning is given. The estimated ratio is off by 0.06 in Gaussian fits
+# and by 0.2 in others, so a ratio of 0.9 is mostly detected.
 _NARROW = 0.92
 _SHOWN = 5  # names in a warning
-_PART = 2**20  # numbers of covariances at a time
+_PART = 2**20  # numbers of covariances processed at a time
 
 
 class Quantities(NamedTuple):
-    """Hold quantities at the nodes of φ."""
+    """Quantities at the nodes of φ."""
 
     names: list[str]
     values: list[Tensor]  # (R,) each
@@ -59,9 +59,9 @@ def estimates(
     """Return the posterior of coefficients, SDs and correlations over clients, and of the noise.
 
     Args:
-        run: of `ep`.
-        given: the posterior of φ as `corrected` has found it; default: q(φ).
-        tolerance, node: as those of `posterior`, which warns and raises alike.
+        run: a finished run of `ep`.
+        given: the corrected posterior of φ; default: q(φ).
+        tolerance, node: as for `posterior`, with the same warnings and errors.
     """
     model, server, _ = checked(run, tolerance, node)
     q = gaussian.moments(server.posterior)
@@ -87,16 +87,16 @@ def estimates(
 
 
 def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> None:
-    r"""Warn of coefficients whose sd under q is too small, as where few clients leave the variances S(ζ) uncertain.
+    r"""Warn of coefficients whose sd under q is too small, as when the variances S(ζ) are uncertain with few clients.
 
-    The mean of K clients has a variance of S(ζ) / K and more, which q has at the mean of ζ. So q's own uncertainty of ζ
-    says by how much the average over it is larger, E S(ζ) / S(E ζ).
+    The mean of K clients has a variance of at least S(ζ) / K, which q evaluates at the mean of ζ. The average over q's
+    uncertainty of ζ is larger by the factor E S(ζ) / S(E ζ).
 
     Args:
-        run: of `ft.ep`.
+        run: a finished run of `ft.ep`.
         q: the posterior of φ.
         zeta: the other coordinates of φ at nodes of q, `(R, s)`.
-        variances: of the coefficients that are shown, under q, `(q,)`.
+        variances: of the shown coefficients, under q, `(q,)`.
     """
     (names, back), hierarchy, clients = shown_coefficients(run), model_of(run).hierarchy, len(run.population.names)
     m, scales = hierarchy.mean.shape[1], len(hierarchy.names)
@@ -105,8 +105,8 @@ def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> No
     at_mean = hierarchy.covariance(q.mean[m:scales])
     mean, between = ((back.to(each) @ each @ back.to(each).mT).diagonal() for each in (average, at_mean))
     added = torch.minimum(between / clients, variances) * torch.where(between > 0, mean / between - 1, 0.0)
-    kept = (variances / (variances + added)).sqrt().tolist()
-    narrow = [f"{name!r} {1 - ratio:.0%}" for name, ratio in zip(names, kept) if ratio < _NARROW]
+    ratios = (variances / (variances + added)).sqrt().tolist()
+    narrow = [f"{name!r} {1 - ratio:.0%}" for name, ratio in zip(names, ratios) if ratio < _NARROW]
     if narrow:
         shown = ", ".join(narrow[:_SHOWN]) + (", …" if len(narrow) > _SHOWN else "")
         warnings.warn(
@@ -119,7 +119,7 @@ def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> No
 
 
 def model_of(run: Run) -> Any:
-    """Return the hierarchical model, or the factors, that a run's posterior is of."""
+    """Return the hierarchical model, or the factors, of a run."""
     return posterior_of(run.algorithm).model
 
 
@@ -131,15 +131,15 @@ def check_separation(
     helps: str = _HELPS,
     after: Tensor | None = None,
 ) -> bool:
-    """Warn where a regression on standardised columns looks separated; return whether it does.
+    """Warn if a regression on standardised columns looks separated; return whether it does.
 
     Args:
         run: of a hierarchical model.
-        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
-        before: their covariance under the prior; None where there is none.
-        helps: what to do.
-        after: their covariance under the prior and given the rows, by which a coefficient of which a likelihood without
-            a prior says no more is told.
+        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, on the fitted scale.
+        before: their prior covariance; None without a prior.
+        helps: remedy for the message.
+        after: their posterior covariance with the prior, which shows the coefficients about which a likelihood without
+            a prior has no information.
     """
     model, design = model_of(run), design_of(run)
     if model.family in _SEPARABLE and design is not None and design.encoding.standard:
@@ -166,12 +166,12 @@ def check_separation(
 
 
 def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
-    """Warn where rows say nothing of some combination of the means over clients; return whether it has.
+    """Warn if rows have no information about some combination of the means over clients; return whether it has warned.
 
     Args:
         run: of a hierarchical model.
-        covariance: of the means, under their prior and given the rows, `(m, m)`.
-        shown: what estimates are where rows say nothing.
+        covariance: posterior covariance of the means, `(m, m)`.
+        shown: what the estimates are without information in the rows.
     """
     names = coefficient_names(run)
     if len(names) != len(covariance):
@@ -181,7 +181,7 @@ def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> 
 
 
 def prior_of_means(run: Run) -> Tensor:
-    """Return the covariance of the means over clients before rows are known, `(m, m)`."""
+    """Return the prior covariance of the means over clients, `(m, m)`."""
     model = model_of(run)
     m = model.hierarchy.mean.shape[1]
     covariance: Tensor = gaussian.moments(model.prior.completed()).covariance[:m, :m]
@@ -189,7 +189,7 @@ def prior_of_means(run: Run) -> Tensor:
 
 
 def shown_coefficients(run: Run) -> tuple[tuple[str, ...], Tensor]:
-    """Return the names of what tables show, in the units of the frame, and its matrix `(q, d)` from coefficients."""
+    """Return the names in tables, in the units of the frame, and the matrix `(q, d)` that maps coefficients to them."""
     ordered, back = model_of(run).ordered, units(run)
     return (coefficient_names(run), back) if ordered is None else (ordered.names, ordered.shown @ back)
 
@@ -211,7 +211,7 @@ def quantities(run: Run, nodes: Tensor) -> Quantities:
 
 
 def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:
-    """Return nodes of N(q), whose mean and covariance are those of q, and their weights."""
+    """Return weighted nodes whose mean and covariance are those of q."""
     size = len(q.mean)
     rule = quasi_random(size, max(points, 4 * size))
     nodes = q.mean + rule.nodes.to(q.mean) @ torch.linalg.cholesky(q.covariance).mT
@@ -219,7 +219,7 @@ def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:
 
 
 def coefficient_names(run: Run) -> tuple[str, ...]:
-    """Return names of a run's coefficients: the model's, or those of the rows' columns where it has numbers only."""
+    """Return names of a run's coefficients: the model's, or the columns' if the model has numbers only."""
     names: tuple[str, ...] = model_of(run).hierarchy.coefficients
     columns = feature_names(run.population)
     numbered = names == tuple(map(str, range(len(names))))
@@ -227,17 +227,17 @@ def coefficient_names(run: Run) -> tuple[str, ...]:
 
 
 def units(run: Run) -> Tensor:
-    """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
+    """Return the matrix `(d, d)` that maps coefficients to the units of the frame's columns, if these were scaled."""
     design = design_of(run)
     size = len(model_of(run).hierarchy.mean)
     if design is None:
         return torch.eye(size, dtype=torch.float64)
-    back = design.back()  # coefficients that are of no column, such as thresholds, have no units
+    back = design.back()  # coefficients without a column, such as thresholds, have no units
     return torch.block_diag(back, torch.eye(size - len(back), dtype=torch.float64))
 
 
 def design_of(run: Run) -> Design | None:
-    """Return the formula that a run's model is of: the model's own, or else that of its rows, if they are here."""
+    """Return the formula of a run's model: the model's own, or else that of its rows, if they are here."""
     model, population = model_of(run), run.population
     if model.design is not None or hasattr(population, "counts"):
         return model.design
@@ -248,7 +248,7 @@ def design_of(run: Run) -> Design | None:
 def _scales(
     hierarchy: Hierarchy, back: Tensor, names: tuple[str, ...], zeta: Tensor, shown: Quantities, clients: int
 ) -> None:
-    """Add the SDs of the coefficients that differ between clients, and their correlations where there are any."""
+    """Add the SDs and correlations of the coefficients that vary between clients."""
     zeta = zeta[:, : len(hierarchy.names) - hierarchy.mean.shape[1]]
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     parts = zeta.split(max(1, _PART // len(names) ** 2))

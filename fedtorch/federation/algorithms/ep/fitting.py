@@ -1,4 +1,4 @@
-"""When a run of expectation propagation has settled, and when rows leave it nowhere to settle at."""
+"""Convergence of a run of expectation propagation, and rows for which there is none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.hierarchical import Model
 
-_LARGEST = 10  # change of a last round, in tolerances
+_LARGEST = 10  # largest change in the last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Tell from a run's history whether q stands still, and how many rounds are left.
+    """Stopping rule for a run's history: whether q has converged, and how many rounds remain.
 
     >>> history = {"answered": [3] * 4, "damping": [1.0] * 4, "mean_change": [9.0, 0.8, 0.4, 0.2],
     ...            "sd_change": [9.0, 0.1, 0.1, 0.1], "remaining": [9.0, 9.0, 0.4, 0.2]}
@@ -35,7 +35,7 @@ class Settled:
         return _settled(history, tolerance=self.tolerance, patience=self.patience)
 
     def left(self, history: Any) -> float | None:
-        """Return how many rounds are left if changes go on to shrink as they last did; None if they do not shrink."""
+        """Return the remaining rounds if changes shrink at the last rate; None if they do not shrink."""
         rows = np.flatnonzero(history["answered"])[-2:]
         mean, sd, damping, remaining = (np.asarray(history[name], float)[rows] for name in _READ)
         change = np.maximum(mean, sd) / damping
@@ -47,12 +47,12 @@ class Settled:
 
 
 def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
-    """Return a function of a run's history, for `until=`: whether q stands still.
+    """Build a stopping rule for `until=`: whether q has converged.
 
     Args:
-        tolerance: on what the coming rounds would still add up to, in sd, if the changes of means (in sd) and sds
-            (relative) went on to shrink as they last did; the last changes must be below ten times as much.
-        patience: how many rounds in a row must be below the tolerance; with a cohort of M clients, some K / M.
+        tolerance: on the sum of future changes, in sd, if changes of means (in sd) and sds (relative) continue to
+            shrink at the last rate; the last changes must also be below ten times this.
+        patience: consecutive rounds that must be below the tolerance; with a cohort of M clients, about K / M.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -70,8 +70,10 @@ def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
 
 
 def _settled(history: Any, *, tolerance: float, patience: int) -> bool:
-    heard = np.flatnonzero(history["answered"])[-patience:]  # the other rounds repeat what the last one has moved
-    return len(heard) == patience and all(_still(history, row, tolerance) for row in heard)
+    rounds_answered = np.flatnonzero(history["answered"])[
+        -patience:
+    ]  # the other rounds repeat the changes of the last one
+    return len(rounds_answered) == patience and all(_still(history, row, tolerance) for row in rounds_answered)
 
 
 def _still(history: Any, row: int, tolerance: float) -> bool:
@@ -87,11 +89,11 @@ def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
 
 
 def unidentified(run: Run, shown: str = "what is shown is where the steps have ended") -> str:
-    """Say which variances rows cannot tell apart, whatever they are; "" where they can.
+    """Describe variances that the rows cannot identify separately; "" if there are none.
 
     Args:
         run: of a hierarchical model.
-        shown: what estimates are then.
+        shown: what the estimates are then.
     """
     model = posterior_of(run.algorithm).model
     if not isinstance(model, Model) or not model.hierarchy.random:

@@ -1,9 +1,9 @@
-r"""What a fit of expectation propagation can answer, in particular of the coefficients of sites, as normal mixtures.
+r"""Posterior of a fit by expectation propagation, in particular of the sites' coefficients, as normal mixtures.
 
-What a site's coefficients are is known of `ep.devices`, a mixture over scales. Deviations
-θ_k − Aμ are mixed over nodes of all of φ, those of q(φ), the same for all sites, or those that `corrected` has weighed:
-at a node φ_r the posterior of θ_k − Aμ_r is known. At site k node r of q weighs f_k(φ_r) / q_k(φ_r), the factor in
-place of the site that stands for it in q, so that the mixture is that of cavity times factor.
+A site's coefficients come from `ep.devices`, as a mixture over scales. Deviations θ_k − Aμ are mixed over nodes of all
+of φ, those of q(φ), the same for all sites, or the weighted nodes of `corrected`: at a node φ_r the posterior of θ_k −
+Aμ_r is known. At site k, node r of q has the weight f_k(φ_r) / q_k(φ_r), the factor over its site, so that the mixture
+is that of cavity times factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
 )
 from fedtorch.federation.algorithms.ep.posterior import posterior as shared_posterior
 from fedtorch.federation.posterior import Coefficients, Draws, Named, Pooling, moved, posterior_of, wide
-from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, local_holder
+from fedtorch.federation.runs.holders import Form, Holder, Kind, ask, local_holder
 from fedtorch.federation.runs.posterior_draws import given_shared, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import arviz_of
@@ -41,15 +41,15 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.tree import Tree
 
 _POINTS, _FOR_OTHERS = 256, 1024  # nodes of φ, at least: for deviations of sites, and for a site without rows
-_NUMBERS = 2**23  # of covariances, of some sites at a time
-_SPARE = 8  # times as many draws of a density that is restricted
-_SEED = 0  # of draws for ArviZ
+_NUMBERS = 2**23  # most numbers in covariances of sites that are processed together
+_SPARE = 8  # factor of draws from a restricted density
+_SEED = 0  # seed of the draws for ArviZ
 _CHECKS = ("calibration", "powers", "histogram", "means")
 
 
 @dataclass(frozen=True)
 class Shared(Named):
-    """The posterior of what clients share, as `ep.estimates` gives it.
+    """The posterior of the shared parameters, from `ep.estimates`.
 
     Attributes:
         model: a `hierarchical.Model`, or `Factors`.
@@ -66,10 +66,10 @@ class Shared(Named):
 
 
 class Sites(Named):
-    """What any fit of a hierarchical model with named coefficients can answer, from φ and what clients say given it."""
+    """Post-fit queries of a hierarchical model with named coefficients, from φ and the clients' posteriors given φ."""
 
     def shared(self, run: Run, tolerance: float) -> Moments:
-        """Return the moments of φ that a run has found; warn and raise of those that cannot be used."""
+        """Return the moments of φ; warn about or refuse results that cannot be used."""
         raise NotImplementedError
 
     def clients(self, run: Run, q: Moments) -> DevicePosterior:
@@ -77,7 +77,7 @@ class Sites(Named):
         raise NotImplementedError
 
     def pooling(self, run: Run, level: float, tolerance: float = 0.01) -> Pooling:
-        """Return what each client's rows say alone, under a prior that says nothing, and with the others'."""
+        """Return each client's estimates from its own rows under a flat prior, and its partially pooled ones."""
         model, hierarchy, family = self.model, self.model.hierarchy, self._family()
         if not hierarchy.random or len(hierarchy.coefficients) != len(hierarchy.mean):
             raise ValueError(
@@ -108,7 +108,7 @@ class Sites(Named):
         return given_shared(self.model, sent["phi"], sent["key"])
 
     def columns(self, run: Run) -> tuple[tuple[str, ...], Design | None]:
-        """Return names of the columns of x, without thresholds, and the formula that they are of."""
+        """Return names of the columns of x, without thresholds, and their formula."""
         names, ordered = coefficient_names(run), self.model.ordered
         return names[: len(names) - ordered.differences] if ordered else names, design_of(run)
 
@@ -138,7 +138,7 @@ class Sites(Named):
         return sites._replace(names=tuple(names[j] for j in self.model.hierarchy.random), back=back)
 
     def _family(self) -> Family:
-        """Return the distribution of one response; raise TypeError where the model does not tell it."""
+        """Return the distribution of one response; raise TypeError if the model does not define it."""
         family: Family | None = self.model.family
         if family is None:
             raise TypeError(
@@ -149,7 +149,7 @@ class Sites(Named):
 
 
 class Hierarchical(Sites, Shared):
-    """The posterior of a model with named coefficients: of those that clients share, and of each client's own."""
+    """The posterior of a model with named coefficients: the shared ones, and each client's own."""
 
     questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
 
@@ -167,11 +167,11 @@ class Hierarchical(Sites, Shared):
         """Return the coefficients of the run's clients."""
         q = self.shared(run, tolerance)
         sent = {} if given is None else {"phi": given.nodes, "weights": given.weights}
-        found = ask(run, COEFFICIENTS, sent) if sent else self.clients(run, q)
-        return self._sites(run, tuple(run.population.names), found)
+        coefficients = ask(run, COEFFICIENTS, sent) if sent else self.clients(run, q)
+        return self._sites(run, tuple(run.population.names), coefficients)
 
     def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return by how much random coefficients of clients deviate from those that all share."""
+        """Return the deviations of clients' random coefficients from the shared ones."""
         nodes, weights = self._nodes(run, given, tolerance, _POINTS)
         sent = {"phi": nodes, "weights": weights}
         if given is None:
@@ -179,11 +179,11 @@ class Hierarchical(Sites, Shared):
         return self._varying(run, ask(run, DEVIATIONS, sent))
 
     def newcomers(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
+        """Return the coefficients of a client without rows, which vary as those of all clients do."""
         return self._of_others(run, *self._nodes(run, given, tolerance, _FOR_OTHERS))
 
     def adapted(self, run: Run, data: Any, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of clients that took no part, from their rows and what the others share."""
+        """Return the coefficients of clients that took no part, from their rows and the shared posterior."""
         block, q = data.stack(torch.arange(len(data))), shared_posterior(run, tolerance=tolerance)
         posterior = linear_devices.adapted(self.model, q, block)
         return self._sites(run, tuple(data.names), _with_known_noise(self.model, posterior, self.model.prepare(block)))
@@ -206,7 +206,7 @@ class Hierarchical(Sites, Shared):
         return given_shared(model, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
 
     def evidence(self, run: Run, *, each: bool = False, tolerance: float = 0.01) -> Tree:
-        """Return log p(a client's rows | the others'), of its cavity; sums of it and of its squares, or `each`."""
+        """Return log p(a client's rows | the others'), by its cavity; sums of it and of its squares, or `each`."""
         self._family()
         if self.model.log_evidence is None:
             raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
@@ -214,7 +214,7 @@ class Hierarchical(Sites, Shared):
         return _evidences(local_holder(run)) if each else ask(run, EVIDENCE)
 
     def inferencedata(self, run: Run, *, draws: int, chains: int, given: Corrected | None, tolerance: float) -> Any:
-        """Return `beta`, `sd`, `cor`, `sigma` and, where rows are at hand, `theta` of independent draws."""
+        """Return independent draws of `beta`, `sd`, `cor`, `sigma` and, if rows are at hand, `theta`."""
         at_hand, count = not hasattr(run.population, "counts"), draws * chains
         drawn = self.draws(run, count, given, tolerance, _SEED)
         shown, size = quantities(run, drawn.sent["phi"]), len(shown_coefficients(run)[0])
@@ -239,15 +239,15 @@ class Hierarchical(Sites, Shared):
         return arviz_of(made, coords, dims)
 
     def _nodes(self, run: Run, given: Corrected | None, tolerance: float, points: int) -> tuple[Tensor, Tensor]:
-        """Return nodes of what the sites of a run share, and their weights."""
+        """Return nodes of the parameters shared by a run's sites, and their weights."""
         if given is not None:
-            kept = given.weights > 0
-            return given.nodes[kept], given.weights[kept]
+            positive = given.weights > 0
+            return given.nodes[positive], given.weights[positive]
         return spread_nodes(self.shared(run, tolerance), points)
 
 
 def _with_known_noise(model: Model, posterior: DevicePosterior, rows: Any) -> DevicePosterior:
-    """Return posteriors with the noise of prepared rows, where that is known and not learnt."""
+    """Return posteriors with the noise of prepared rows, if it is known instead of learnt."""
     known = getattr(model.family, "scale", None)
     if known is None or not bool(posterior.log_noise.isnan().all()):
         return posterior
@@ -255,7 +255,7 @@ def _with_known_noise(model: Model, posterior: DevicePosterior, rows: Any) -> De
 
 
 def _possible(model: Model, phi: Tensor, draws: int) -> Tensor:
-    """Return so many draws, of ordered responses of those whose thresholds ascend: others have no probability."""
+    """Return valid draws of the coefficients: for ordered responses, those with ascending thresholds."""
     if model.ordered is not None and (cuts := model.ordered.differences):
         means = model.hierarchy.mean[-cuts:].to(phi)
         phi = torch.cat([phi[model.ordered.ascend(phi[:, : means.shape[1]] @ means.mT)], phi])
@@ -263,7 +263,7 @@ def _possible(model: Model, phi: Tensor, draws: int) -> Tensor:
 
 
 def _known_noise(run: Run, model: Model) -> float:
-    """Return the logarithm of a noise variance that is the same at every site, NaN where there is none."""
+    """Return the logarithm of a noise variance that is the same at every site, or NaN."""
     known = getattr(model.family, "scale", None)
     if known is None or hasattr(run.population, "counts"):
         return float("nan")
@@ -271,7 +271,7 @@ def _known_noise(run: Run, model: Model) -> float:
     return float(values[0]) if bool((values == values[0]).all()) else float("nan")
 
 
-# -- what holders of rows compute ------------------------------------------------------------------------------------
+# -- computed by the holders of rows -----------------------------------------------------------------------------
 
 
 def _model_of(asked: Holder | Form) -> Any:
@@ -279,9 +279,10 @@ def _model_of(asked: Holder | Form) -> Any:
 
 
 def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
-    """Return the posterior of each client's coefficients, from its cavity, or from nodes of what is shared.
+    """Return the posterior of each client's coefficients, from its cavity, or from nodes of the shared parameters.
 
-    If `linear`, nodes are one and others beside it, see `_linear`; if `deviations`, what is shared is taken away.
+    With `linear`, the nodes are one node and displaced ones, see `_linear`; with `deviations`, the shared part is
+    subtracted.
     """
     model = _model_of(holder)
 
@@ -306,7 +307,7 @@ def _less_shared(model: Any, posterior: DevicePosterior, phi: Tensor) -> DeviceP
 
 
 def _linear(posterior: DevicePosterior) -> DevicePosterior:
-    """Return posteriors that are linear in μ, of those at its mean and, m each, a standard error above and below."""
+    """Return posteriors linear in μ, from those at its mean and a standard error above and below, m of each."""
     m = posterior.means.shape[1] // 2
     slopes = (posterior.means[:, 1 : 1 + m] - posterior.means[:, 1 + m :]) / 2  # (K, m, d)
     covariance = posterior.covariances[:, 0] + slopes.mT @ slopes
@@ -319,9 +320,9 @@ def _linear(posterior: DevicePosterior) -> DevicePosterior:
 
 
 def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
-    """Return by how much each client's coefficients deviate, over nodes of what is shared, which its rows weigh.
+    """Return the deviations of each client's coefficients, over nodes of the shared parameters weighted by its rows.
 
-    Without natural parameters of q(φ) the weights are taken as they are.
+    Without natural parameters of q(φ) the weights are used as given.
     """
     model, nodes, weights = _model_of(holder), sent["phi"], sent["weights"]
 
@@ -337,7 +338,7 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
         if "precision" in sent:
             site = tree.subtract(Natural(sent["shift"], sent["precision"]), cavity)
             precision, centre = gaussian.unpack(site.precision), phi.mean(1, keepdim=True)
-            away = phi - centre  # from a point among them: far from zero, squares would have no digits left
+            away = phi - centre  # about a central point: far from zero, squares would lose all digits
             slope = site.shift - (centre @ precision)[:, 0]
             instead = (away @ slope[..., None])[..., 0] - ((away @ precision) * away).sum(-1) / 2
             ratio = model.log_factor(phi, rows) - instead
@@ -349,21 +350,24 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
 
 
 def _noise(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    """Return the logarithms of the noise variances that are known of clients, `(K,)`."""
+    """Return the logarithms of the clients' known noise variances, `(K,)`."""
     model = _model_of(holder)
     return holder.evaluate(holder.data, lambda cavity, block: model.family.scale(model.prepare(block)).log())
 
 
 def _posteriors(form: Form) -> DevicePosterior:
-    """Return room for the posteriors of clients' coefficients."""
+    """Return zeros in the form of the posteriors of clients' coefficients."""
     size = len(_model_of(form).hierarchy.mean)
     mixed = torch.empty(form.clients, form.nodes, dtype=torch.float64)
     means = mixed[..., None].expand(-1, -1, size)
     return DevicePosterior(mixed, means, means[..., None].expand(-1, -1, -1, size), mixed)
 
 
-COEFFICIENTS = Kind("coefficients", "effects", _coefficients, _posteriors, by_client=True)
-DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, by_client=True)
+_NODES = ("phi", "weights")
+COEFFICIENTS = Kind(
+    "coefficients", "effects", _coefficients, _posteriors, _NODES, ("deviations", "linear"), by_client=True
+)
+DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, (*_NODES, *Natural._fields), by_client=True)
 NOISE = Kind("noise", "effects", _noise, lambda form: torch.empty(form.clients, dtype=torch.float64), by_client=True)
 
 
@@ -379,11 +383,6 @@ def _evidences(holder: Holder) -> Tensor:
 
 
 def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    if holder.minimum > 1:  # a cavity that a server chooses is a point, so that evidence is a likelihood, to all digits
-        raise Unanswerable(
-            f"the site wants {holder.minimum} rows behind what it tells, and the evidence of a client is held by "
-            "no rows; its side would allow it by Policy(minimum=1), or ask without out='site', which leaves out rows"
-        )
     values = _evidences(holder)
     return {"elpd": values.sum(), "squares": values.square().sum()}
 
@@ -393,4 +392,5 @@ EVIDENCE = Kind(
     "densities",
     _evidence,
     lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double()),
+    alone=True,  # of two clients a sum and a sum of squares are both numbers
 )

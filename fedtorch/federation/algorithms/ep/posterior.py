@@ -10,16 +10,16 @@ from fedtorch.models import gaussian
 
 
 def posterior(run: Run, *, tolerance: float = 0.01, node: int | None = None) -> MultivariateNormal:
-    """Return q(φ), which a run has found.
+    """Return q(φ) of a run.
 
-    A `RuntimeWarning` says so where the run has not converged, where clients keep old sites, and where q is
-    more than four sds of the prior from its mean.
+    A `RuntimeWarning` is given if the run has not converged, if clients keep old sites, or if q is more than four sds
+    of the prior from the prior mean.
 
     Args:
-        run: of `ep`.
-        tolerance: as that of `settled`; `math.inf` does not ask for convergence.
-        node: of a run `ft.without_server`, whose q it is: every node has one, and they differ by what the tolerance of
-            the consensus leaves; default: the mean of their natural parameters.
+        run: a run of `ep`.
+        tolerance: as for `settled`; `math.inf` accepts runs that have not converged.
+        node: in a run `ft.without_server`, the node whose q is returned; the nodes' q differ within the tolerance of
+            the consensus. Default: the mean of their natural parameters.
 
     Raises:
         TypeError: a run of another algorithm.

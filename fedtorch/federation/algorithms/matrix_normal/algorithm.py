@@ -1,31 +1,32 @@
 r"""HM1: linear models of many devices under a matrix-normal prior whose correlation between devices is learnt.
 
-y_k ~ N(X_k θ_k, σ_k² I) and Θ = (θ_1 … θ_K) ~ MN(0, I, Ω). The server keeps Θ and Ω = aI + V diag(s) V'. Device k hears
-its own row only: θ_k, σ_k² and a `Quadratic`, works on its misfit ‖y_k − X_kθ‖²/(2σ_k²) with it, and tells the change.
-Then the server renews Ω. The stated objective L is in `fedtorch.models.matrix_normal`.
+y_k ~ N(X_k θ_k, σ_k² I) and Θ = (θ_1 … θ_K) ~ MN(0, I, Ω). The server keeps Θ and Ω = aI + V diag(s) V'. Device k
+receives only its own row, θ_k, with σ_k² and a `Quadratic`; it takes steps on its misfit ‖y_k − X_kθ‖²/(2σ_k²) plus the
+quadratic, and sends the change. Then the server updates Ω. The objective L is stated in
+`fedtorch.models.matrix_normal`.
 
-**The prior in every local step.** With P = Ω⁻¹ the prior as device k sees it, the others held fixed, is λ/2 ‖θ‖² − ⟨h,
-θ⟩ with λ = P_kk and h = −Σ_{i≠k} P_ik θ_i. All devices move at once, so the sweep is damped where it has to be: for the
-least c with P ≼ c diag(P),
+**The prior in every local step.** With P = Ω⁻¹, the prior of device k given the others is λ/2 ‖θ‖² − ⟨h, θ⟩ with λ =
+P_kk and h = −Σ_{i≠k} P_ik θ_i. All devices move at once, so the sweep is damped where necessary: for the least c with P
+≼ c diag(P),
 
 .. math:: \lambda_k = c P_{kk}, \qquad h_k = \lambda_k \theta_k - (P\Theta)_k,
 
-majorises the prior and touches it at Θ. Any steps that do not increase the devices' own problems, taken by whoever
-takes part, therefore do not increase L; at a fixed point Σ_i P_ki θ_i = X_k'(y_k − X_kθ_k)/σ_k².
+majorises the prior and touches it at Θ. Any steps that do not increase the devices' own problems, whichever devices
+take part, therefore do not increase L; at a fixed point Σ_i P_ki θ_i = X_k'(y_k − X_kθ_k)/σ_k².
 
-**Against the paper.** Its shrinkage step uses the data's step size where that times σ_k² is meant, comes once a round
-instead of in every step, and diverges when the smallest eigenvalue of Ω has decayed. `proximal` is the other stable
-form.
+**Against the paper.** The paper's shrinkage step uses the data's step size instead of that times σ_k², is taken once a
+round instead of in every step, and diverges when the smallest eigenvalue of Ω has decayed. `proximal` is the other
+stable form.
 
-**Noise.** A device tells the residual sum of squares of its own least squares fit and its degrees of freedom f_k once a
-round; σ_k² is their quotient, drawn to that of all devices with the weight of four degrees of freedom. Devices without
-a spare row thus have the noise of the others. The first time that a device is heard it works without a prior, and from
-what has been heard the scale of Ω is taken: the median of σ_k² tr((X_k'X_k)⁺)/rank, the variance of a coefficient that
-a device estimates alone. Rescaling all X or all y therefore rescales the answer.
+**Noise.** Once a round, a device sends the residual sum of squares of its own least squares fit and its degrees of
+freedom f_k; σ_k² is their quotient, shrunk to that of all devices with the weight of four degrees of freedom. Devices
+without a spare row thus have the others' noise. In its first round a device has no prior, and these first answers set
+the scale of Ω: the median of σ_k² tr((X_k'X_k)⁺)/rank, the variance of a coefficient in a device's own estimate.
+Rescaling all X or all y therefore rescales the answer.
 
-**Generalised linear models.** In the place of ½‖y − Xθ‖²/σ² comes the negative log-likelihood over an overdispersion
-φ; all else is the same, and L descends alike. The sampling variance of a coefficient is that where all rows have one
-mean, and the first time a device is heard it shrinks its own estimate, which may be infinite, by about half.
+**Generalised linear models.** In place of ½‖y − Xθ‖²/σ² stands the negative log-likelihood over an overdispersion φ;
+all else is the same, and L descends alike. The sampling variance of a coefficient is that for rows with one common
+mean, and in its first round a device shrinks its own estimate, which may be infinite, by about half.
 
 Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", section 3, Algorithm 1.
 """
@@ -67,7 +68,7 @@ _HOPELESS = (
 
 
 class _Found(NamedTuple):
-    """Hold what a device has found in a round; leaves `(K,)`."""
+    """A device's results of a round; leaves `(K,)`."""
 
     summary: Summary
     step: Tensor  # the sum of the steps it took, in units of ½L
@@ -80,14 +81,14 @@ class _Found(NamedTuple):
     )
 )
 class _Message(NamedTuple):
-    """Hold what a device tells the server."""
+    """A device's message."""
 
-    parameters: Sum  # of θ_k
-    found: Mean  # of what it has found
+    parameters: Sum  # change of θ_k
+    found: Mean  # the device's results
 
 
 class MatrixNormalServer(NamedTuple):
-    """Hold what the server keeps."""
+    """State of the server."""
 
     parameters: Tensor  # (K, p) the θ_k, float64
     summary: Summary  # (K,)
@@ -96,7 +97,7 @@ class MatrixNormalServer(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """Hold a row for each device."""
+    """Broadcast to the devices, one row each."""
 
     parameters: Tensor  # (K, p)
     noise: Tensor  # (K,) σ_k²
@@ -105,14 +106,15 @@ class _Outbox(NamedTuple):
 
 
 class Shrinkage(NamedTuple):
-    """Say how the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
+    """How the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
 
     quadratic: Callable[[LowRank, Tensor], tuple[Tensor, Tensor]]  # (Ω, Θ) -> (λ (K,), h (K, p))
-    after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor] | None  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
+    # (Ω, Θ, devices that moved (M,), steps (M,)) -> Θ
+    after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor] | None
 
 
 class _Chosen(NamedTuple):
-    """Hold the arguments of `matrix_normal`, with defaults filled in."""
+    """The arguments of `matrix_normal`, with defaults filled in."""
 
     covariance: CovarianceUpdate
     shrinkage: Shrinkage
@@ -129,10 +131,10 @@ def in_every_step() -> Shrinkage:
 def proximal() -> Shrinkage:
     """Apply the prior on the server, by one proximal step after the devices' own: Θ ← (P + E⁻¹)⁻¹ E⁻¹ Θ.
 
-    E = diag(η_k) are the steps that the devices took, in units of ½L; with one η for all it is Θ'Ω(Ω + ηI)⁻¹ in the
-    paper's orientation. With one gradient step a round this is the proximal gradient method, which never increases L;
-    with T steps the prior is as strong as Tη, but it is a splitting whose fixed point is not the mode. Who does not
-    take part stays.
+    E = diag(η_k) are the devices' steps, in units of ½L; with one η for all it is Θ'Ω(Ω + ηI)⁻¹ in the paper's
+    orientation. With one gradient step a round this is the proximal gradient method, which never increases L; with T
+    steps the prior is as strong as Tη, but it is a splitting whose fixed point is not the mode. Devices that do not
+    take part keep their rows.
     """
     return Shrinkage(lambda covariance, theta: (torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)), _proximal_step)
 
@@ -158,21 +160,21 @@ def matrix_normal(
     start: float | None = None,
     rank: int = 64,
 ) -> Algorithm:
-    """Build HM1, in which devices borrow strength from those that they turn out to be correlated with.
+    """Build HM1, in which devices borrow strength from devices with correlated coefficients.
 
     The prior has mean zero and treats the p coefficients alike: bring features to one scale first.
 
     Args:
-        local: how a device works on its mean squared error: `ft.least_squares(head, steps=20)` for full-batch gradient
-            steps in closed form, without `steps` exactly; `ft.gradient_descent(head, ..., loss=mse_loss)` for
-            (stochastic) gradient steps, whose rate is the user's then. With `ft.least_squares(head,
-            family="logistic")` or "poisson" devices have generalised linear models, solved by reweighted least squares.
-        covariance: how Ω is learnt; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
+        local: solver of a device's mean squared error: `ft.least_squares(head, steps=20)` for full-batch gradient steps
+            in closed form, without `steps` exactly; `ft.gradient_descent(head, ..., loss=mse_loss)` for (stochastic)
+            gradient steps with your own rate. With `ft.least_squares(head, family="logistic")` or "poisson" devices
+            have generalised linear models, solved by reweighted least squares.
+        covariance: the update of Ω; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
         shrinkage: default `in_every_step()`, see also `proximal`.
-        noise: σ², of every device or of each, `(K,)`; estimated unless given. Of logistic and Poisson models the
+        noise: σ², of every device or of each, `(K,)`; estimated unless given. For logistic and Poisson models the
             factor of the variance (overdispersion), 1 unless given.
-        start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
-        rank: of Ω beyond the multiple of the identity, at most.
+        start: Ω = start · I at the start, the paper's 1; by default the first steps of a device have no prior.
+        rank: largest rank of Ω beyond the multiple of the identity.
 
     Shapes: server state is `MatrixNormalServer`; the outbox has a row per device, `(K, ...)`: θ_k, σ_k², λ_k and h_k as
     `parameters`, `noise`, `precision` and `shift`; client state is the local solver's.
@@ -233,7 +235,7 @@ def matrix_normal(
 
 
 def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[MatrixNormalServer, Tree]:
-    """Start with all rows alike, and no device heard."""
+    """Start with all rows equal, before any answer."""
     if isinstance(chosen.noise, Tensor) and len(chosen.noise) != clients:
         raise ValueError(
             f"Expected the noise variances of {clients} devices, but got {len(chosen.noise)}; one for each"
@@ -245,7 +247,9 @@ def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen
 
 
 def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
-    """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
+    """Send each device its row, noise and prior; no prior before its first answer and noise estimate, unless Ω is
+    given.
+    """
     heard = server.heard if chosen.start is None else None
     prior = chosen.shrinkage.quadratic(server.covariance, server.parameters)
     variance, precision, shift = priors(server.summary, heard, chosen.noise, prior)
@@ -253,7 +257,7 @@ def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) 
 
 
 def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
-    """Take the device's steps on its misfit with the prior in each, in units of its mean squared error."""
+    """Take the device's steps on its misfit with the prior, in units of its mean squared error."""
     if inbox.noise.ndim != 1:
         raise TypeError(
             "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
@@ -261,7 +265,7 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
         )
     unit = inbox.noise * data.unit
     precision = inbox.precision
-    if local.family != "gaussian":  # alone a device may have no finite estimate: it is shrunk by half
+    if local.family != "gaussian":  # a device may have no finite estimate of its own: it is shrunk by half
         variance = inbox.noise * data.summary.spread
         precision = torch.where((precision > 0) | (variance == 0), precision, 1 / variance)
     quadratic = Quadratic(unit * precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
@@ -272,21 +276,21 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
 
 
 def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> MatrixNormalServer:
-    """Update Θ and the noise from the devices that answered; then Ω."""
+    """Update Θ and the noise from the answers; then Ω."""
     ids, (change, (fresh, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     before = state.heard
     change = change.value.to(torch.float64)
-    found = renewed(state.parameters, state.summary, before, ids, change, fresh.summary, chosen.noise)
-    theta, summary, heard, known = found[:4]
+    update = renewed(state.parameters, state.summary, before, ids, change, fresh.summary, chosen.noise)
+    theta, summary, heard, known = update[:4]
     state = MatrixNormalServer(theta, summary, heard, state.covariance)
-    if not found.finite:
-        if found.units == len(theta):
+    if not update.finite:
+        if update.units == len(theta):
             raise ValueError(_HOPELESS)
         return state
     if chosen.shrinkage.after is not None:
         had_a_prior = before[ids] | (chosen.start is not None)
         theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
         state, known = state._replace(parameters=theta), torch.where(heard[:, None], theta, 0.0)
-    if not math.isfinite(found.reach):  # steps too long for the objective: Θ tells, Ω stays
+    if not math.isfinite(update.reach):  # steps too long for the objective: Θ shows it, Ω stays
         return state
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, found.typical, found.units))
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, update.typical, update.units))

@@ -1,4 +1,4 @@
-"""What devices of HM1 tell of their noise and the spread of their estimates, and what is made of it."""
+"""Noise variances of HM1's devices, and the spread of their estimates, from their summaries."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedtorch.models.linear import Spectral, spectral_rows
 from fedtorch.programs import matrix_normal as _program
 from fedtorch.tree import Tree
 
-_POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
+_POOLING = 4.0  # weight of the pooled noise in each device's, in degrees of freedom
 
 
 class Summary(NamedTuple):
-    """Hold what a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
+    """Summary of a device's noise; leaves `(K,)`, zeros for devices that have not answered."""
 
     residual: Tensor  # ‖y − Xθ̂‖² of its least squares fit
     freedom: Tensor  # rows beyond the rank
@@ -27,7 +27,7 @@ class Summary(NamedTuple):
 
 
 class PreparedRows(NamedTuple):
-    """Hold a block's data as the local solver wants it, and what the devices tell of it."""
+    """A block's data prepared for the local solver, and the devices' summaries."""
 
     local: Tree
     summary: Summary  # (K,)
@@ -54,12 +54,12 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
 
 
 def _unit(number: float, count: Tensor) -> Tensor:
-    """Return number / n: the mean squared error is ½‖y − Xθ‖² times 2 / n, a mean negative log-likelihood 1 / n."""
+    """Return number / n, the unit of the loss: number 2 for half the squared error, 1 for a log-likelihood."""
     return number / count.clamp(min=1).to(torch.float64)
 
 
 def _of_the_null(rows: Any, y: Tensor, family: str) -> Summary:
-    """Return what generalised linear models tell: variances of coefficients where all rows have one mean."""
+    """Return summaries of generalised linear models: variances of coefficients if all rows have one mean."""
     y = y.reshape(rows.mask.shape).to(torch.float64)
     parts = linalg.equilibrated(rows.x.mT @ rows.x)
     root = parts.inverse_root(parts.null())
@@ -76,7 +76,7 @@ def of_each(noise: Tensor | Sequence[float]) -> Tensor:
 
 
 def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Tensor:
-    """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
+    """Return σ_k² of every device, `(K,)`: given, or estimated and shrunk to the common one; infinite while unknown."""
     if isinstance(noise, Tensor):
         return noise.to(summary.residual)
     if noise is not None:
@@ -89,34 +89,34 @@ def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Ten
 def priors(
     summary: Summary, heard: Tensor | None, noise: float | Tensor | None, prior: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, p)`, 1 and zeros where unknown.
+    """Return noise variances, precisions `(K,)` and shifts `(K, p)` for the devices, 1 and zeros where unknown.
 
     Args:
-        summary: what is known of the devices' noise.
-        heard: `(K,)` bool, which have been heard; None where those that have not been have a prior, too.
-        noise: σ² where it is given.
-        prior: precisions and shifts of those of which all is known.
+        summary: the devices' noise summaries.
+        heard: `(K,)` bool, devices that have answered; None if the others have a prior, too.
+        noise: a given σ².
+        prior: precisions and shifts for devices with known noise.
     """
     if noise is None and _program.usable((*summary[:2], *prior)):
         return _program.priors(summary[:2], heard, _POOLING, prior)
     variance = noise_variance(summary, noise)
-    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
+    finite = variance.isfinite()  # false degrees of freedom can make it −∞
     unknown = ~(finite if heard is None else heard & finite)
     precision, shift = prior[0].masked_fill(unknown, 0.0), prior[1].masked_fill(unknown[:, None], 0.0)
     return variance.masked_fill(unknown, 1.0), precision, shift
 
 
 class Renewed(NamedTuple):
-    """Hold what the server makes of the devices that answered, before it renews their covariance."""
+    """Result of the server's update from the answers, before the covariance is updated."""
 
     parameters: Tensor  # (K, p) Θ
     summary: Summary  # (K,)
     heard: Tensor  # (K,) bool
-    known: Tensor  # (K, p) Θ of those heard, zeros of others
+    known: Tensor  # (K, p) Θ of the devices that have answered, zeros for others
     finite: bool  # whether the noise variance of every device is known
-    reach: float  # Σθ² of those heard
-    units: int  # how many they are
-    typical: Tensor  # () median sampling variance of a coefficient, 0 where nobody has been seen
+    reach: float  # Σθ² of the devices that have answered
+    units: int  # number of these devices
+    typical: Tensor  # () median sampling variance of a coefficient, 0 without answers
 
 
 def renewed(
@@ -128,11 +128,11 @@ def renewed(
     fresh: Summary,
     noise: float | Tensor | None,
 ) -> Renewed:
-    """Add what devices `ids` `(M,)` tell, their change of Θ `(M, p)` and `fresh` summaries, to what is known of all."""
+    """Add the answers of devices `ids` `(M,)`, their change of Θ `(M, p)` and `fresh` summaries, to the server's."""
     if _program.usable((theta, *summary, change, *fresh)):
         given = noise if noise is None else noise_variance(summary, noise)
-        told = (theta, *summary), heard, ids, (change, *fresh)
-        theta, three, heard, known, numbers = _program.renewed(*told, given, _POOLING)
+        server_and_fresh = (theta, *summary), heard, ids, (change, *fresh)
+        theta, three, heard, known, numbers = _program.renewed(*server_and_fresh, given, _POOLING)
         finite, reach, units, _ = numbers.tolist()
         return Renewed(theta, Summary(*three), heard, known, bool(finite), reach, int(units), numbers[3])
     theta = theta.index_add(0, ids, change)

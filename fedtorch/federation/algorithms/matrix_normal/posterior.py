@@ -1,4 +1,4 @@
-"""What a run of HM1 has found of every device's coefficients, and how surely."""
+"""Posterior of every device's coefficients after a run of HM1."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from fedtorch.tree import Tree
 
 
 def devices(run: Any, *, known: bool = False) -> DevicePosterior:
-    """Compute the posterior of every device's coefficients: of linear models given Ω exactly, of others by Laplace.
+    """Compute the posterior of every device's coefficients given Ω: exact for linear models, by Laplace for others.
 
-    Ω itself is estimated, each device's row of it from that device's coefficients alone; what this adds is in
-    `fedtorch.models.matrix_normal_posterior`. Noise variances are taken as known.
+    Ω itself is estimated, each device's row of it from that device's coefficients alone;
+    `fedtorch.models.matrix_normal_posterior` accounts for that. Noise variances are treated as known.
 
-    Between sites each computes its own devices', given the factors of Ω that all share, of which it tells sums over its
-    devices first. A site hears its own devices' rows of Ω and no other's.
+    With sites, each computes its own devices' posteriors given the common factors of Ω, after a first round of sums
+    over its devices. A site receives its own devices' rows of Ω only.
 
     Args:
         run: of `ft.matrix_normal`, with its rows at hand or on sites whose policies have `after_fit=("effects",)`.
-        known: whether Ω̂ is taken for the truth, with which intervals are too short: those of 90 % cover some 81 %
-            where a hundred devices have eight coefficients each.
+        known: whether Ω̂ is treated as the truth, which makes intervals too short: those of 90 % cover some 81 % if a
+            hundred devices have eight coefficients each.
 
     Raises:
         TypeError: a run of another algorithm, or rows that are elsewhere.
-        RuntimeError: not all devices have been heard, or sites that do not tell effects.
+        RuntimeError: some devices have not answered, or sites do not allow effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -81,10 +81,10 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
 
 @dataclass(frozen=True)
 class Correlated(Named):
-    """What Ω and the devices' rows say of every device's coefficients, and `estimates` of all.
+    """Posterior of the devices' coefficients from Ω and their rows, with `estimates` over devices.
 
     Attributes:
-        noise: variances that were given, see `noise_variance`.
+        noise: given variances, see `noise_variance`.
         family: of the responses.
     """
 
@@ -105,11 +105,11 @@ class Correlated(Named):
         )
 
     def columns(self, run: Any) -> tuple[tuple[str, ...], Design | None]:
-        """Return names of the columns of x, and the formula that they are of."""
+        """Return names of the columns of x, and their formula."""
         return inputs(run)
 
     def head(self, algorithm: Any, inbox: Any, before: Tree, reply: Any, rows: Any) -> Tensor:
-        """Return θ_k, which the server keeps and hears the change of."""
+        """Return θ_k, which the server has."""
         coefficients: Tensor = inbox.parameters + reply.message.parameters.value
         return coefficients
 
@@ -117,28 +117,28 @@ class Correlated(Named):
 def estimates(run: Any, *, known: bool = False) -> Estimates:
     """Return means of the coefficients over devices, their SDs over devices and the noise's SD, by name.
 
-    Means have intervals where all devices have been heard and their rows are at hand, or at sites that tell effects;
-    each device's are in `devices` and `ft.inference.ranef`.
+    Means have intervals if all devices have answered and their rows are at hand, or at sites that allow effects; each
+    device's are in `devices` and `ft.inference.ranef`.
     """
     fit, server, rows = run.algorithm.posterior, tree.to(run.server, "cpu"), int(row_counts(run.population).sum())
     variance = noise_variance(server.summary, fit.noise)
-    found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
-    if fit.family != "gaussian":  # which has no sigma
-        found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
+    summaries = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
+    if fit.family != "gaussian":  # other families have no sigma
+        summaries = summaries._replace(names=summaries.names[:-1], nodes=summaries.nodes[:, :-1], n=summaries.n[:-1])
     asked = _at_sites(run)
     if (
         not bool(server.heard.all())
         or run.algorithm.budget is not None
         or not (asked or hasattr(run.population, "data"))
     ):
-        return found
+        return summaries
     try:
-        normal = _average(run, known=known)._replace(mean=found.nodes[0, : found.coefficients])
+        normal = _average(run, known=known)._replace(mean=summaries.nodes[0, : summaries.coefficients])
     except RuntimeError as error:
         if not asked:
             raise
-        return found._replace(about=f"point estimates: {error}")
-    return found._replace(normal=normal, about="")
+        return summaries._replace(about=f"point estimates: {error}")
+    return summaries._replace(normal=normal, about="")
 
 
 def _average(run: Any, *, known: bool) -> Moments:
@@ -147,8 +147,8 @@ def _average(run: Any, *, known: bool) -> Moments:
     if not _at_sites(run):
         return average(_statistics(run), noise, covariance, known=known)
     given, sent, each = _factors(run, noise, covariance)
-    told = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
-    return mean_of(told, given, len(noise))
+    cross = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
+    return mean_of(cross, given, len(noise))
 
 
 # -- between sites ---------------------------------------------------------------------------------------------------
@@ -159,14 +159,14 @@ def _at_sites(run: Any) -> bool:
 
 
 def _factors(run: Any, noise: Tensor, covariance: LowRank) -> tuple[Factors, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the factors by the sums that sites tell; what all are sent; and what each of its own devices, `(K, …)`."""
+    """Return the factors from the sites' sums; the common inputs of all sites; and each site's own inputs, `(K, …)`."""
     a, vectors, values = covariance.trimmed()
     sent, each = {"multiple": a.reshape(1)}, {"noise": noise, "factor": vectors * values.sqrt()}
     return factors(run.clients.ask(run.outbox, "factors", sent, {}, each), covariance), sent, each
 
 
 def _units(holder: Any, sent: Mapping[str, Tensor]) -> Units:
-    """Return the devices of whoever has rows."""
+    """Return each holder's devices."""
     known = partial(device_statistics, holder.algorithm)
     return Units(holder.evaluate(holder.data, known), sent["noise"], sent["factor"], sent["multiple"])
 
@@ -176,7 +176,7 @@ def _given(sent: Mapping[str, Tensor]) -> Factors:
 
 
 def tell_sums(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Sums:
-    """Return a site's sums over its devices, of which the factors are known."""
+    """Return a site's sums over its devices, which determine the factors."""
     return sums(_units(holder, sent))
 
 
@@ -191,7 +191,7 @@ def tell_average(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, An
 
 
 def room_for(form: Any) -> tuple[Sums, DevicePosterior, Averaged]:
-    """Return the shapes of a site's answers, of the form of a question."""
+    """Return the shapes of a site's answers to a question of this form."""
     size, rank = form.algorithm.module.coefficients.numel(), form.sent["factor"].shape[1]
     new = partial(torch.empty, dtype=torch.float64)
     one, means = new(form.clients, 1), new(form.clients, 1, size)
@@ -252,7 +252,7 @@ def device_statistics(algorithm: Algorithm, tensors: dict[str, Tensor], block: C
 
 
 def coefficient_names(run: Any) -> tuple[str, ...]:
-    """Return the names of a device's coefficients: those of the columns where they are known, else numbers."""
+    """Return the names of a device's coefficients: the columns' if known, else numbers."""
     head, size = run.algorithm.module, run.server.parameters.shape[1]
     columns = feature_names(run.population)
     if len(columns) + head.intercept != size:
@@ -261,10 +261,10 @@ def coefficient_names(run: Any) -> tuple[str, ...]:
 
 
 def inputs(run: Any) -> tuple[tuple[str, ...], Design | None]:
-    """Return the names of the columns of x, and the formula that they are of, if it is known.
+    """Return the names of the columns of x, and their formula, if known.
 
     Raises:
-        TypeError: a feature map of inputs that are at sites, so that nobody here knows their columns.
+        TypeError: a feature map of inputs at sites, whose columns are unknown here.
     """
     head, population = run.algorithm.module, run.population
     design = None if _at_sites(run) else getattr(population.data, "design", None)

@@ -10,26 +10,26 @@ from torch import Tensor
 
 from fedtorch import linalg
 
-APART = 0.1  # of neighbouring nodes, in standard errors
-_BITS = 14  # of a step between nodes
-_LEAST = 1e-10  # curvature in squared standard errors that a direction is said to have at the least
-_LONGEST = 3.0  # step of a log variance, a correlation's parameter or log σ²
-_WIDEST = 1.0  # standard error of these that nodes are placed by
+APART = 0.1  # distance of neighbouring nodes, in standard errors
+_BITS = 14  # bits of a step between nodes
+_LEAST = 1e-10  # least curvature assumed for a direction, in squared standard errors
+_LONGEST = 3.0  # longest step of a log variance, a correlation's parameter or log σ²
+_WIDEST = 1.0  # largest standard error used to place nodes in these
 NOISE = 1e-12  # relative, of sums in float64
 _CUBIC = 1e-6  # third differences, relative
 
 
 class Point(NamedTuple):
-    """The sums of what clients tell of a point and the nodes around it."""
+    """The clients' sums at a point and the nodes around it."""
 
     at: Tensor  # (p,)
     steps: Tensor  # (p,) between nodes
     value: Tensor  # () log likelihood at the point
-    relative: Tensor  # (R,) how much more it is at the nodes
+    relative: Tensor  # (R,) differences of the nodes' values to the point's
 
 
 class Expansion(NamedTuple):
-    """A function of p coordinates to second order, and where it is expanded."""
+    """Second-order expansion of a function of p coordinates."""
 
     at: Tensor  # (p,)
     value: Tensor  # ()
@@ -38,7 +38,7 @@ class Expansion(NamedTuple):
 
 
 def stencil(size: int) -> Tensor:
-    """Return where `differences` wants the function, in steps `(R, size)`, R = 1 + 2 size + 2 size², first the point.
+    """Return the nodes that `differences` needs, in steps `(R, size)`, R = 1 + 2 size + 2 size², the point first.
 
     >>> stencil(1).flatten()
     tensor([ 0.,  1., -1.,  2., -2.], dtype=torch.float64)
@@ -86,7 +86,8 @@ def nodes(means: int, scales: int, restricted: bool) -> Tensor:
 def expansion(point: Point, means: int, restricted: bool) -> Expansion:
     """Return the likelihood around a point, or the restricted one, whose means are put where they are best.
 
-    Of the restricted one the curvature of the means is that of the likelihood, and nothing is between means and scales.
+    For the restricted likelihood, the curvature of the means is that of the full likelihood, and cross terms of means
+    and scales are zero.
     """
     if not restricted:
         return _expanded(point)
@@ -111,13 +112,14 @@ def expansion(point: Point, means: int, restricted: bool) -> Expansion:
 def _expanded(point: Point) -> Expansion:
     more, gradient, second = differences(point.relative, len(point.at))
     units = torch.outer(point.steps, point.steps)
-    felt = second.diagonal() != 0  # what has no curvature, as an empty column, has none with others, but rounding
+    # a coordinate without curvature, as of an empty column, has only rounding in its cross terms
+    felt = second.diagonal() != 0
     curvature = torch.where(torch.outer(felt, felt), -second / units, 0.0)
     return Expansion(point.at, point.value + more, gradient / point.steps, curvature)
 
 
 def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
-    """Return whether the likelihood has no third differences in the means, but for rounding, `()`.
+    """Return whether the likelihood's third differences in the means are at rounding level, `()`.
 
     >>> x = stencil(1)[:, 0]
     >>> quadratic(3 * x - x**2, 1, 0), quadratic(3 * x - x**2 + 1e-3 * x**3, 1, 0)
@@ -130,10 +132,10 @@ def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
 
 
 def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
-    """Return whether the function is finite around the new point and no less than at the old one, if any, `()`.
+    """Return whether the function is finite around the new point and not lower than at the old one, if any, `()`.
 
-    A first point is also to be one where it is curved downwards in the means; of some of them it may say nothing, as of
-    the coefficient of an empty column.
+    A first point must also have negative curvature in the means, except for means without information, such as the
+    coefficient of an empty column.
     """
     curved = new.curvature.diagonal()[:means]
     finite = new.gradient.isfinite().all() & new.curvature.isfinite().all() & new.value.isfinite()
@@ -142,7 +144,7 @@ def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
 
 
 def apart(best: Expansion, means: int, before: Tensor) -> Tensor:
-    """Return steps between nodes: a part of the standard errors that the curvature gives, `(p,)`."""
+    """Return the distances between nodes: a fraction of the standard errors by the curvature, `(p,)`."""
     diagonal = best.curvature.diagonal()
     errors = torch.where(diagonal > 0, diagonal.clamp(min=torch.finfo(before.dtype).tiny).rsqrt(), before / APART)
     errors[means:].clamp_(max=_WIDEST)
@@ -150,9 +152,9 @@ def apart(best: Expansion, means: int, before: Tensor) -> Tensor:
 
 
 def spaced(errors: Tensor) -> Tensor:
-    """Return steps between nodes for such standard errors, of few digits.
+    """Round the distances between nodes for these standard errors to few digits.
 
-    So nodes are where they are said to be also of coordinates that are 1e9 errors from zero.
+    Nodes are then exact also for coordinates 1e9 standard errors from zero.
 
     >>> float((1e9 + spaced(torch.ones(1, dtype=torch.float64)) - 1e9) - spaced(torch.ones(1, dtype=torch.float64)))
     0.0
@@ -162,13 +164,13 @@ def spaced(errors: Tensor) -> Tensor:
 
 
 def step(best: Expansion, means: int, units: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the step `(p,)` and what it would add to the function if that were quadratic and nothing damped, `()`.
+    """Return the step `(p,)`, and the predicted increase of the function `()` for a quadratic without damping.
 
     Args:
-        best: the function where it is largest so far.
-        means: coordinates that come first and whose steps may be of any length.
+        best: expansion at the largest value so far.
+        means: number of leading coordinates whose steps may have any length.
         units: of the coordinates, in which damping is the same for all, `(p,)`.
-        damping: what is added to all curvatures; a direction that is not curved downwards is taken as if it were.
+        damping: added to all curvatures; a direction with positive curvature is treated as if it were negative.
     """
     curvature = (best.curvature * torch.outer(units, units)).nan_to_num()
     values, vectors = torch.linalg.eigh(linalg.symmetric(curvature))

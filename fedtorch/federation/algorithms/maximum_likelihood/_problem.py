@@ -1,4 +1,4 @@
-"""What is maximised, what the server keeps of it, and when it is done."""
+"""The maximised function, the server's state, and the stopping rule of maximum likelihood."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedtorch.models.hierarchical import Model
 
 
 class MaximumServer(NamedTuple):
-    """Hold what the server keeps.
+    """State of the server.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -28,11 +28,11 @@ class MaximumServer(NamedTuple):
         tensor(3.5000, dtype=torch.float64)
     """
 
-    prior: Natural  # of the first estimate
-    at: Tensor  # (p,) the point that the next round is asked about, in the coordinates of `Problem`
-    steps: Tensor  # (p,) between its nodes
+    prior: Natural  # natural parameters of the first estimate
+    at: Tensor  # (p,) point of the next round's evaluation, in the coordinates of `Problem`
+    steps: Tensor  # (p,) distances between its nodes
     best: Point  # the most likely one so far
-    reached: Tensor  # () what is maximised, there
+    reached: Tensor  # () best value of the maximised function
     gain: Tensor  # () log likelihood that an undamped step from there would add
     damping: Tensor  # ()
     version: Tensor  # rounds that have been aggregated
@@ -40,17 +40,17 @@ class MaximumServer(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Hold what is maximised, over coordinates in which boundaries are at infinity: φ with correlations as Fisher's z.
+    """The maximised function, in coordinates with boundaries at infinity: φ with correlations as Fisher's z.
 
-    Where a correlation is estimated as ±1 one of ζ's variances goes to zero while a dependence grows beyond bounds,
-    along a curve; in these coordinates it is a direction.
+    If a correlation is estimated as ±1, one of ζ's variances goes to zero while a dependence grows without bound, along
+    a curve; in these coordinates it is a direction.
     """
 
     model: Model
     means: int
     restricted: bool
     units: float = (
-        0.0  # log |det| of what takes means to the units of a formula's columns, where they are integrated over
+        0.0  # log |det| of the map from means to the units of a formula's columns, for means that are integrated out
     )
 
     @staticmethod
@@ -83,16 +83,16 @@ class Problem(NamedTuple):
 
     def around(self, point: Point) -> Expansion:
         """Return the likelihood that is maximised, around a point."""
-        found = newton.expansion(point, self.means, self.restricted)
-        return found._replace(value=found.value + self.units)
+        expansion = newton.expansion(point, self.means, self.restricted)
+        return expansion._replace(value=expansion.value + self.units)
 
 
 def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:
-    """Return a function of a run's history, for `until=`: whether nothing more is to be gained.
+    """Build a stopping rule for `until=`: whether another step would gain less than the tolerance.
 
     Args:
-        tolerance: on the log likelihood that another step would add; 1e-10 leaves estimates 1e-5 standard errors from
-            the maximum at most, where the likelihood is near quadratic.
+        tolerance: gain in log likelihood by another step; with 1e-10, estimates are within 1e-5 standard errors of the
+            maximum if the likelihood is near quadratic.
 
     Example:
         >>> maximised()({"gain": [3.0, 1e-4]}), maximised()({"gain": [1e-4, 1e-12]})

@@ -1,4 +1,4 @@
-"""The rounds of maximum marginal likelihood: what a client and the server do. See the package for the method."""
+"""The client's and the server's rounds of maximum marginal likelihood; the package describes the method."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedtorch.tree import Tree
 _PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log likelihood where a client cannot compute it
 _HARDER, _EASIER = 8.0, 0.125  # factors of the damping after steps that lost and that gained
-_CLOSER = 0.25  # factor of the steps between nodes where there are none that say something
-_LEAST = 1e-3  # damping, below which there is none
+_CLOSER = 0.25  # factor of the steps between nodes if the present ones are uninformative
+_LEAST = 1e-3  # least damping; smaller values become zero
 
 
 class _Outbox(NamedTuple):
-    """Hold what the server sends out."""
+    """Broadcast of the server."""
 
     at: Tensor
     steps: Tensor
@@ -44,10 +44,10 @@ class _Outbox(NamedTuple):
     )
 )
 class _Message(NamedTuple):
-    """Hold what a client tells, of which the server gets the sums."""
+    """A client's message, of which the server gets the sum."""
 
     value: Sum  # () log f_k at the point, the first node
-    relative: Sum  # (R,) what it is more at the nodes, so that sums in any order agree in these differences
+    relative: Sum  # (R,) differences to the nodes, so that sums in any order agree in these differences
     summary: Sum  # for the first estimate
     clients: Sum  # 1
 
@@ -55,19 +55,19 @@ class _Message(NamedTuple):
 def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
     """Build maximum marginal likelihood for a hierarchical model, the method of mixed-model software.
 
-    All clients answer in every round: a round in which some do not is repeated. The first makes a first estimate, the
-    others take steps of Newton's method; some ten are enough. `maximised` stops a run, `run.summary()` and `estimates`
-    say what it has found, `ft.inference.ranef` and `predict` what that says of each client. A variance that is
-    estimated as zero, or a correlation as 1 or -1, is a singular fit: its logarithm, or Fisher's z, moves on from round
-    to round until nothing is gained, in some thirty rounds; a warning names it, and its standard error is NaN.
+    All clients answer in every round; a round with missing answers is repeated. The first round makes a first estimate,
+    the others take steps of Newton's method; about ten are enough. `maximised` stops a run, `run.summary()` and
+    `estimates` return the estimates, `ft.inference.ranef` and `predict` those for each client. A variance estimated as
+    zero, or a correlation as 1 or -1, is a singular fit: its logarithm, or Fisher's z, moves from round to round until
+    nothing is gained, in some thirty rounds; a warning names it, and its standard error is NaN.
 
     Args:
         model: a `hierarchical.Model`; its prior is used for the first estimate only.
         restricted: whether the means are integrated out (REML) instead of maximised over.
 
-    Shapes: server state is `MaximumServer`; clients keep nothing. A run's `parameters` are the normal part of the prior
-    that the first estimate is made with. A client sends 2 + 2p + 2p² numbers for p shared parameters, with `restricted`
-    (1 + 2m + 2m²)(1 + 2s + 2s²) + 1 for m means and s others, of which the server needs the sums only.
+    Shapes: server state is `MaximumServer`; clients have no state. A run's `parameters` are the normal part of the
+    prior for the first estimate. A client sends 2 + 2p + 2p² numbers for p shared parameters, with `restricted` (1 + 2m
+    + 2m²)(1 + 2s + 2s²) + 1 for m means and s others, of which the server needs the sums only.
 
     Raises:
         TypeError: no hierarchical model.
@@ -117,7 +117,7 @@ def _init(parameters: Tree, clients: int, *, problem: Problem) -> tuple[MaximumS
 
 
 def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: Problem) -> Reply:
-    """Tell a summary in the first round, and then log f_k at the nodes."""
+    """Send a summary in the first round, and log f_k at the nodes in the others."""
     clients, model = len(inbox.at), problem.model
     offsets = problem.nodes.to(inbox.at)
     summary = tree.expand(model.start.summary(None, model.prior), clients)
@@ -135,7 +135,7 @@ def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: Prob
 
 
 def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: Problem) -> MaximumServer:
-    """Take the first estimate or a step; repeat the round if somebody is missing."""
+    """Make the first estimate or take a step; repeat the round if an answer is missing."""
     everybody = aggregate.clients.value.round() >= state.population
     complete, first = torch.stack([everybody, state.version == 0]).tolist()
     if not complete:

@@ -1,4 +1,4 @@
-"""What a run of maximum marginal likelihood has found."""
+"""Estimates of a run of maximum marginal likelihood."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.dependence import taking_part
 from fedtorch.models.hierarchical.empty_levels import refuse_without_maximum
 
-_FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
+_FLAT = 1e-4  # curvature of a log variance with a standard error of a hundred
 
 
 class Maximum(NamedTuple):
-    """Hold estimates of what is shared, in the units of the columns of x, which a formula scales: see `run.summary()`.
+    """Estimates of the shared parameters, in the units of the columns of x, which a formula scales: see
+    `run.summary()`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -53,12 +54,12 @@ class Maximum(NamedTuple):
         (tensor([2.5980], dtype=torch.float64), 0.7071...)
     """
 
-    names: tuple[str, ...]  # of the coordinates of φ
+    names: tuple[str, ...]  # names of the coordinates of φ
     mean: Tensor  # (p,) φ where the (restricted) likelihood is largest
     covariance: Tensor  # (p, p) inverse of minus its second derivatives; of means and others apart if restricted
-    log_likelihood: float  # the restricted one of a formula is that of the frame's columns, however they were scaled
+    log_likelihood: float  # for a formula, restricted likelihood in the frame's columns, however they were scaled
     spread: Tensor  # (d, d) covariance of the coefficients over clients
-    noise: float | None  # residual sd, where it is learnt
+    noise: float | None  # residual sd, if it is estimated
 
     @property
     def errors(self) -> Tensor:
@@ -77,20 +78,20 @@ class Maximum(NamedTuple):
 
 
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
-    """Return the estimates that a run has found, with standard errors.
+    """Return a run's estimates, with standard errors.
 
-    A `RuntimeWarning` says so where there is more to gain, where columns are linearly dependent, and where the
+    A `RuntimeWarning` is given if the likelihood can still grow, if columns are linearly dependent, and if the
     likelihood has no curvature in another direction, as at a variance of zero; standard errors are NaN or large then.
-    They come from the curvature in all parameters together, so that without `restricted` those of fixed effects are 0
-    to 3 % wider than lme4's, which takes variances as known; of restricted likelihood they are lme4's.
+    They come from the curvature in all parameters together, so without `restricted` those of fixed effects are 0 to 3 %
+    wider than lme4's, which treats variances as known; with restricted likelihood they are lme4's.
 
     Args:
         run: of `maximum_likelihood`.
-        tolerance: as that of `maximised`; `math.inf` does not ask for convergence.
+        tolerance: as for `maximised`; `math.inf` accepts runs that have not converged.
 
     Raises:
         TypeError: a run of another algorithm.
-        RuntimeError: no round has told the likelihood yet.
+        RuntimeError: the likelihood has not been evaluated yet.
     """
     problem, phi, best = checked(run, tolerance)
     model, means = problem.model, problem.means
@@ -120,44 +121,44 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     Coefficients of a formula are in the units of the frame's columns.
 
     Args:
-        run, tolerance: as those of `estimates`, which warns and raises alike.
+        run, tolerance: as for `estimates`, with the same warnings and errors.
     """
-    found, hierarchy = estimates(run, tolerance=tolerance), model_of(run).hierarchy
+    fit, hierarchy = estimates(run, tolerance=tolerance), model_of(run).hierarchy
     rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
     if not hierarchy.coefficients:
-        normal, size = Moments(found.mean, found.covariance), len(found.names)
-        return Estimates(found.names, found.mean[None], None, size, normal, (rows,) * size)
-    names, back = coefficient_names(run), units(run).to(found.mean)
+        normal, size = Moments(fit.mean, fit.covariance), len(fit.names)
+        return Estimates(fit.names, fit.mean[None], None, size, normal, (rows,) * size)
+    names, back = coefficient_names(run), units(run).to(fit.mean)
     shown, back_shown = shown_coefficients(run)
-    design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
+    design, spread = (back_shown @ hierarchy.mean).to(fit.mean), back @ fit.spread @ back.mT
     sds = spread.diagonal().sqrt()
     m = design.shape[1]
-    means, own, values = (design @ found.mean[:m]).tolist(), list[str](), list[float]()
+    means, labels_of_scales, values = (design @ fit.mean[:m]).tolist(), list[str](), list[float]()
     sizes: list[int] = []
     for i in hierarchy.random:
         pairs = [j for j in hierarchy.random if j < i]
-        own += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
+        labels_of_scales += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
         values += [float(sds[i]), *(float(spread[i, j] / (sds[i] * sds[j])) for j in pairs)]
         sizes += [clients] * (1 + len(pairs))
-    if found.noise is not None:
-        own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
-    normal = Moments(design @ found.mean[:m], _of_known(design, found.covariance[:m, :m]))
-    labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
-    return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
+    if fit.noise is not None:
+        labels_of_scales, values, sizes = [*labels_of_scales, "sigma"], [*values, fit.noise], [*sizes, rows]
+    normal = Moments(design @ fit.mean[:m], _of_known(design, fit.covariance[:m, :m]))
+    labels, counts = (*shown, *own_names(labels_of_scales, shown)), (*(rows,) * len(shown), *sizes)
+    return Estimates(labels, torch.tensor([[*means, *values]]).to(fit.mean), None, len(shown), normal, counts)
 
 
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
     """Compute each client's coefficients given its rows and the estimates, where its rows are.
 
-    Their means are best linear unbiased predictions in the linear model. All that is estimated is taken as known, fixed
-    effects too, as lme4's conditional variances do; `ft.inference.ranef` and `predict` take only variances as known.
+    Their means are best linear unbiased predictions in the linear model. All estimates are treated as known, fixed
+    effects too, as in lme4's conditional variances; `ft.inference.ranef` and `predict` treat only variances as known.
 
     Args:
         run: of `maximum_likelihood`, on data at hand.
-        tolerance: see `estimates`, which raises alike.
+        tolerance: as for `estimates`, with the same errors.
 
     Raises:
-        TypeError: a run of another algorithm, or of a population that has not its data.
+        TypeError: a run of another algorithm, or of a population without its data.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -183,7 +184,7 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
 
 
 def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
-    """Return what was maximised, φ at its most likely point and what it is around there, of a run that has found one.
+    """Return the maximised problem, φ at the maximum, and the expansion there, of a run that has reached one.
 
     The expansion is in the problem's coordinates.
     """
@@ -220,7 +221,7 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
 
 
 def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
-    """Return a sentence that names the coefficients whose covariance is singular, "" if it is of full rank."""
+    """Return a sentence that names the coefficients with a singular covariance, "" for full rank."""
     hierarchy, means = problem.model.hierarchy, problem.means
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     if len(place) < 2 or not hierarchy.coefficients:
@@ -239,26 +240,26 @@ def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
 
 
 def _of_dependence(run: Run, model: Model) -> str:
-    """Say which columns have no restricted likelihood, where rows are at hand."""
+    """Describe columns without a restricted likelihood, if rows are at hand."""
     x = getattr(getattr(run.population, "data", None), "rows", (None,))[0]
-    names, found = coefficient_names(run), "; ft.maximum_likelihood(model) without restricted=True names them"
+    names, listing = coefficient_names(run), "; ft.maximum_likelihood(model) without restricted=True names them"
     if isinstance(x, Tensor) and x.ndim == 2 and x.shape[1] == len(names):
         size = x.to(torch.float64).norm(dim=0)
         gram = x.double() / torch.where(size > 0, size, 1.0)
         values, vectors = torch.linalg.eigh(gram.mT @ gram)
         null = vectors[:, values <= len(names) * torch.finfo(values.dtype).eps * len(x)]
         listed = ", ".join(taking_part(names, null))
-        found = f", which [{listed}] are here" if listed else ""
+        listing = f", which [{listed}] are here" if listed else ""
     return (
-        f"; restricted likelihood is not where columns are linearly dependent{found}. Leave such terms out, or of a "
+        f"; restricted likelihood is not where columns are linearly dependent{listing}. Leave such terms out, or of a "
         "product of factors with an empty cell make one factor of the cells that there are"
     )
 
 
 def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, warns: bool) -> Tensor:
-    """Return the covariance of φ, with NaN for what the likelihood does not know, of which it may warn."""
+    """Return the covariance of φ, with NaN where the likelihood has no information, after a warning."""
     means, curvature = problem.means, best.curvature
-    seen = curvature.diagonal() * run.server.best.steps.square().cpu()  # of an empty column there is rounding only
+    seen = curvature.diagonal() * run.server.best.steps.square().cpu()  # for an empty column there is only rounding
     known = torch.cat([seen[:means].abs() > newton.NOISE * best.value.abs(), curvature.diagonal()[means:] > _FLAT])
     place = known.nonzero()[:, 0]
     factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])
@@ -289,13 +290,13 @@ def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, w
 
 
 def _of_known(design: Tensor, covariance: Tensor) -> Tensor:
-    """Return the covariance of combinations `(q, m)` of coefficients, NaN where unknown ones have a part."""
+    """Return the covariance of combinations `(q, m)` of coefficients, NaN if they include unknown ones."""
     unknown = (design[:, covariance.diagonal().isnan()] != 0).any(1)
     return (design @ covariance.nan_to_num() @ design.mT).masked_fill(unknown[:, None] | unknown, torch.nan)
 
 
 def _scale_names(run: Run, problem: Problem, places: list[int]) -> list[str]:
-    """Return what `summary` calls some of the coordinates of the variances; of other hierarchies as they call them."""
+    """Return `summary`'s names of coordinates of the variances; for other hierarchies their own names."""
     hierarchy, own = problem.model.hierarchy, list(problem.model.names[problem.means :])
     if hierarchy.coefficients:
         names, random = coefficient_names(run), hierarchy.random

@@ -1,14 +1,14 @@
-r"""What maximum likelihood says of clients: their coefficients given the estimated variances.
+r"""Clients' coefficients given the maximum likelihood estimates of the variances.
 
-Given ζ = ζ̂ and a flat prior, what is shared is normal about its estimate, μ ~ N(μ̂, C) with C the inverse of the
-likelihood's curvature in μ, and a client's coefficients are those given its rows and φ = (μ, ζ̂), mixed over μ:
+Given ζ = ζ̂ and a flat prior, the shared μ is normal about its estimate, μ ~ N(μ̂, C) with C the inverse of the
+likelihood's curvature in μ. A client's coefficients are those given its rows and φ = (μ, ζ̂), mixed over μ:
 
 .. math:: E[\theta_k] = m_k(\hat\mu), \qquad \mathrm{Cov}[\theta_k] = V_k(\hat\mu) + J_k C J_k', \qquad
     J_k = \partial m_k / \partial \mu',
 
-with m_k and V_k the moments of p(θ_k | μ, ζ̂, y_k). Of the linear model, whose m_k is linear in μ, that is exact: best
-linear unbiased prediction and the variance of its error. Of others it is to first order, with J_k from differences over
-a standard error. That variances are estimated widens nothing, so that intervals are shorter than those of `ft.ep`.
+with m_k and V_k the moments of p(θ_k | μ, ζ̂, y_k). For the linear model, whose m_k is linear in μ, this is exact: best
+linear unbiased prediction and the variance of its error. For others it is first order, with J_k from differences over a
+standard error. The uncertainty of the variances is ignored, so intervals are shorter than those of `ft.ep`.
 
 Source: Henderson (1975), "Best linear unbiased estimation and prediction under a selection model", Biometrics 31.
 """
@@ -34,7 +34,7 @@ from fedtorch.models.gaussian import Moments
 
 @dataclass(frozen=True)
 class Maximised(Sites):
-    """What the maximum of the (restricted) likelihood says, of what clients share by `named`.
+    """The posterior by maximum (restricted) likelihood; shared parameters come from `named`.
 
     A `tolerance` is on the distance to the maximum in standard errors, as that of `ft.ep` is in sds.
 
@@ -49,7 +49,7 @@ class Maximised(Sites):
 
     def shared(self, run: Run, tolerance: float) -> Moments:
         """Return φ̂, and the covariance of the means given the variances."""
-        problem, phi, best = checked(run, 0.5 * tolerance**2)  # what a step of so many standard errors adds
+        problem, phi, best = checked(run, 0.5 * tolerance**2)  # gain of a step of this many standard errors
         m = problem.means
         factor, failed = torch.linalg.cholesky_ex(best.curvature[:m, :m])
         if bool(failed):
@@ -71,12 +71,12 @@ class Maximised(Sites):
         return self._sites(run, tuple(run.population.names), self.clients(run, self.shared(run, tolerance)))
 
     def deviations(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return by how much random coefficients of clients deviate from those that all share."""
+        """Return the deviations of clients' random coefficients from the shared ones."""
         _refuse(given)
         return self._varying(run, self._mixed(run, self.shared(run, tolerance), deviations=True))
 
     def newcomers(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
+        """Return the coefficients of a client without rows, which vary as those of all clients do."""
         _refuse(given)
         q, means = self.shared(run, tolerance), self.model.hierarchy.mean
         m = means.shape[1]
@@ -88,7 +88,7 @@ class Maximised(Sites):
         )
 
     def draws(self, run: Run, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
-        """Return draws of μ given the variances, for means; what leaves rows out has to leave them out of ζ̂ too."""
+        """Return draws of μ given the variances, for means; predictions that leave rows out need another ζ̂."""
         if not even:
             return super().draws(run, draws, given, tolerance, seed)
         _refuse(given)
@@ -98,7 +98,9 @@ class Maximised(Sites):
         return given_shared(self.model, torch.cat([nodes, q.mean[m:].expand(len(nodes), -1)], 1), random.key(seed))
 
     def _mixed(self, run: Run, q: Moments, deviations: bool = False) -> DevicePosterior:
-        """Return the posterior of θ_k, or of θ_k - Aμ, from what clients say at μ̂ and a standard error beside it."""
+        """Return the posterior of θ_k, or of θ_k - Aμ, from the clients' at μ̂ and at points a standard error beside
+        it.
+        """
         m = self.model.hierarchy.mean.shape[1]
         root = torch.linalg.cholesky(q.covariance[:m, :m]).mT
         at = q.mean + torch.nn.functional.pad(
@@ -112,7 +114,7 @@ class Maximised(Sites):
 
 
 def _refuse(given: Any) -> None:
-    """Refuse nodes of the posterior of φ, which is another's."""
+    """Refuse nodes of the posterior of φ, which belong to another method."""
     if given is not None:
         raise TypeError(
             "Expected no given=, by which ft.inference corrects fits of ft.ep, but got some for one of maximum "

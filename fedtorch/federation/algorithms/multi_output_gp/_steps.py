@@ -1,4 +1,4 @@
-"""Steps of units uphill, all units of a block at once or in parts, on all rows or some."""
+"""Units' gradient steps, for all units of a block at once or in chunks, on all rows or some."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedtorch.programs import stacked_step
 from fedtorch.programs.stacked_step import ClientValues
 from fedtorch.tree import Tree
 
-_MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor
-_COPIES = 32  # of such numbers in float64 that a step's gradient keeps, at most
+_MOST_NUMBERS = 2**20  # most rows times inducing values in a chunk on a processor
+_COPIES = 32  # most copies of these numbers, in float64, that a step's gradient stores
 _BETAS = 0.9, 0.99
 
 
@@ -24,7 +24,7 @@ Gradient = Callable[[int, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]] 
 
 
 class UnitSteps(NamedTuple):
-    """Settings of a unit's round; see the arguments of `fedmgp` of these names."""
+    """Settings of a unit's round, as in the arguments of `fedmgp`."""
 
     steps: int
     lr: float
@@ -51,7 +51,7 @@ class UnitSteps(NamedTuple):
         return self
 
     def note(self, turn: Turn, count: Tensor) -> None:
-        """Note that a message is of drawn rows, where it is: a gradient, and a site's sum, are of one draw each."""
+        """Mark a message as coming from drawn rows: a gradient, and a site's sum, of one draw each."""
         for size in (self.batch_size, self.site_batch_size):
             if size is not None:
                 turn.takes(count.clamp(max=size), count)
@@ -59,7 +59,7 @@ class UnitSteps(NamedTuple):
     def ascend(
         self, gradient: Gradient, values: dict[str, Tensor], moments: AdamMoments, active: Tensor
     ) -> tuple[dict[str, Tensor], AdamMoments, Tensor | None]:
-        """Take the steps of Adam uphill; return the values, the moments and the sum of what was climbed, `(K,)`."""
+        """Take Adam steps uphill; return the values, the moments and the sum of the objective over steps, `(K,)`."""
         total: Tensor | None = None
         for step in range(self.steps):
             value, slope = gradient(step, values)
@@ -73,16 +73,16 @@ class AdamMoments(NamedTuple):
 
     first: Tree
     second: Tree
-    steps: Tensor  # taken so far; units that were away have taken fewer
+    steps: Tensor  # per unit, because units that were away have taken fewer
 
 
 def in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
     """Apply `function(*stacked)` to as many units at a time as the cache or the device holds, and join the results.
 
     Args:
-        function: of stacked trees `(K, ...)`.
-        numbers: that a unit takes, rows times inducing values.
-        stacked: its arguments.
+        function: maps stacked trees `(K, ...)`.
+        numbers: a unit's rows times inducing values.
+        stacked: the function's arguments.
     """
     first = tree.leaves(stacked)[0]
     most = _MOST_NUMBERS if first.device.type == "cpu" else block_bytes(first.device) // (8 * _COPIES)
@@ -118,11 +118,11 @@ def row_draws(data: Any, key: Tensor) -> Callable[[int | None, int], tuple[Tree,
 def adam(
     parameters: dict[str, Tensor], gradient: dict[str, Tensor], moments: AdamMoments, lr: float, active: Tensor
 ) -> tuple[dict[str, Tensor], AdamMoments]:
-    """Take one step uphill with those that are `active` `(K,)` or `()`; the others and their moments stay.
+    """Take one step uphill with the rows that are `active` `(K,)` or `()`; the others and their moments stay.
 
-    Each row of a stack has its own count of steps, where `torch.optim.Adam` counts those of a whole parameter.
+    Each row of a stack has its own step count, where `torch.optim.Adam` has one per parameter.
     """
-    one = moments.steps.ndim == 0  # of the server, whose tensors are a stack of one
+    one = moments.steps.ndim == 0  # on the server, whose tensors are a stack of one
     stacked = tree.map(lambda leaf: leaf[None] if one else leaf, (parameters, gradient, moments))
     moved, (first, second, steps) = tree.map(
         lambda leaf: leaf.clone(memory_format=torch.contiguous_format), (stacked[0], stacked[2])
@@ -136,6 +136,6 @@ def adam(
 
 
 def no_moments(parameters: dict[str, Tensor]) -> AdamMoments:
-    """Return the moments of parameters that have taken no step."""
+    """Return the moments before the first step."""
     zeros = tree.zeros_like(parameters)
     return AdamMoments(zeros, zeros, torch.zeros((), dtype=torch.float64))

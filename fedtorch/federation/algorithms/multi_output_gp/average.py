@@ -26,8 +26,8 @@ class _Unit(NamedTuple):
     """A unit's state between rounds; leaves `(K, ...)`."""
 
     moments: AdamMoments
-    scales: dict[str, Tensor]  # its hyperparameters that are not trained
-    started: Tensor  # bool: whether these come from its own data
+    scales: dict[str, Tensor]  # the unit's hyperparameters that are not trained
+    started: Tensor  # bool: whether these come from the unit's own data
 
 
 def fedmgp_average(
@@ -43,16 +43,16 @@ def fedmgp_average(
     """Build Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
 
     Each unit takes Adam steps on its risk (14), −E_q[log p(y_m | f_m)] + p_m KL(q ‖ p), in all parameters; the server
-    averages the changes of the shared ones. Priors of hyperparameters are no part of that risk and do not count. Kept
-    as the published baseline: `fedmgp` is exact, and faster.
+    averages the changes of the shared ones. Hyperparameters' priors are not in that risk and do not count. It is the
+    published baseline: `fedmgp` is exact, and faster.
 
     Args:
         module: of one unit, no batch shape.
         steps: local iterates E in a round.
-        lr: of these steps.
+        lr: learning rate of these steps.
         server_lr: the global step η.
         batch_size: rows of a step; default: all.
-        units: how many units there are, M: p_m = 1/M.
+        units: M, the number of units: p_m = 1/M.
         weight: data -> `(K,)` positive weights.
 
     Example:
@@ -83,7 +83,7 @@ def fedmgp_average(
 
 
 def _init(parameters: Tree, *, gp: StackedGP) -> _Unit:
-    """Return a unit that has not begun."""
+    """Return the state of a unit before its first round."""
     return _Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
 
 
@@ -91,7 +91,7 @@ def _solve(
     start: Tree, state: _Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
-    """Take Adam steps on the units' risks, some units at a time."""
+    """Take Adam steps on the units' risks, in chunks of units."""
     return gp.work(partial(_part, units=units), work, turn, data, start, state, quadratic)
 
 

@@ -1,4 +1,4 @@
-"""The exact posterior of the processes that units share, by sums of the units' sites."""
+"""The exact posterior of the processes shared by units, from the sum of the units' sites."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 class UnitMessage(NamedTuple):
     """A unit's message of a round."""
 
-    gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
+    gradient: Mean  # of the unit's part of the bound with respect to the shared hyperparameters, by name
 
 
 class UnitState(NamedTuple):
     """A unit's state; leaves `(K, ...)`."""
 
-    own: dict[str, Tensor]  # its hyperparameters and scale
+    own: dict[str, Tensor]  # the unit's own hyperparameters and scale
     moments: AdamMoments
     told: Contribution
 
@@ -47,13 +47,13 @@ class FedMGPServer(NamedTuple):
     """The server's state."""
 
     shared: dict[str, Tensor]  # θ
-    told_at: dict[str, Tensor]  # θ at which the units last told their sites
-    units: Tensor  # () that had told what the posterior is made of
-    mean: Tensor  # (P,) of q(t), g = basis · t
-    root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
+    told_at: dict[str, Tensor]  # θ at which the units last computed their sites
+    units: Tensor  # () number of units in the posterior
+    mean: Tensor  # (P,) mean of q(t), g = basis · t
+    root: Tensor  # (P (P + 1) / 2,) lower root of the covariance of q(t)
     moments: AdamMoments
-    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of what is their own
-    bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
+    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of their own parameters
+    bound: Tensor  # () bound of the marginal likelihood, exact for Gaussian noise when all units have answered
     total: Tree = None  # `Contribution`, the sum over all units, float64
 
 
@@ -64,8 +64,8 @@ class _Outbox(NamedTuple):
     told_at: dict[str, Tensor]
     mean: Tensor
     root: Tensor
-    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of what is their own
-    units: Tensor  # () that have told, 0 before the first round
+    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of their own parameters
+    units: Tensor  # () number of units in the posterior, 0 before the first round
 
 
 def fedmgp(
@@ -82,7 +82,7 @@ def fedmgp(
 ) -> Algorithm:
     """Build a multi-output Gaussian process over units that keep their data.
 
-    Rows are (x `(d,)`, y) and what the likelihood wants besides.
+    Rows are (x `(d,)`, y), followed by further fields of the likelihood.
 
     `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
     their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
@@ -92,13 +92,13 @@ def fedmgp(
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
             its own data, its weights too (`ConvolvedGP.initial_weights`) unless they are frozen or have a prior.
-        steps: of Adam on a unit's own hyperparameters in each exchange, at fixed q.
-        lr: of these steps.
+        steps: Adam steps on a unit's own hyperparameters in each exchange, at fixed q.
+        lr: learning rate of these steps.
         server_lr: of the server's Adam step on the shared hyperparameters, once an exchange; 0 keeps them.
         batch_size: rows of a hyperparameter step, drawn anew for each; default: all.
-        site_batch_size: rows that a unit's site is estimated from in each exchange: stochastic natural gradients, for
-            units too large to pass over; needs damping below 1.
-        damping: by which share a site moves to its new value; default: 1 for Gaussian noise, else 0.5.
+        site_batch_size: rows used to estimate a unit's site in each exchange: stochastic natural gradients, for large
+            units; needs damping below 1.
+        damping: fraction of the way from the old site to the new one; default: 1 for Gaussian noise, else 0.5.
         exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
         accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
 
@@ -140,18 +140,18 @@ def fedmgp(
 
 @dataclass(frozen=True)
 class _Observed(Posterior):
-    """What a unit's process says, which has its rows as well as q(t)."""
+    """A unit's process given its own rows as well as q(t)."""
 
     exact_units: bool
 
     def finish(self, module: Any, rows: Tree) -> None:
-        """Show a unit's module its own rows (x, y, …)."""
+        """Condition a unit's module on its own rows (x, y, …)."""
         x, y = tree.to(rows[:2], module.inducing.device)
         module.observe(x, y, exact_units=self.exact_units)
 
 
 def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServer, UnitState]:
-    """Start with the prior N(0, I) as q(t), before any unit has told anything."""
+    """Start with the prior N(0, I) as q(t), before any unit has sent a site."""
     shared = {name: parameters[name] for name in gp.shared}
     unit = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
@@ -179,12 +179,12 @@ def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
 
 
 def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
-    """Compute the units' steps, gradients and sites, some units at a time."""
+    """Compute the units' steps, gradients and sites, in chunks of units."""
     return gp.work(_part, work, turn, data, inbox, state)
 
 
 def _server(state: FedMGPServer, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> FedMGPServer:
-    """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
+    """Update q(t) from the sum of the sites, and step the shared hyperparameters at the q that was broadcast."""
     return gp.at_first_go(partial(_server_step, gp=gp.at(state.mean), lr=lr), state, aggregate)
 
 
@@ -211,7 +211,7 @@ def _model(inbox: _Outbox, state: UnitState, *, gp: StackedGP) -> dict[str, Tens
 
 
 def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
-    """Check the rows; warns of units whose message tells their outputs."""
+    """Check the rows; warn about units whose message discloses their outputs."""
     gp.at(data.mask).check(data)
     size = gp.module.points
     few = (data.count <= size).nonzero()[:, 0]
@@ -231,7 +231,7 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     posterior = _posterior(once, gp)
     received, draw = {**once.shared, **posterior}, row_draws(data, key)
     unit = state.own
-    # Units start twice: by their own outputs, and, before their first step, by what all units say of the curves.
+    # Units start twice: from their own outputs, and, before their first step, from the shared posterior of the curves.
     stepped = state.moments.steps > 0
     if not bool(stepped.all()):
         initial = gp.initial_units(received, (x, y, tuple(extra)), mask, work.steps > 0)
@@ -258,6 +258,8 @@ def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:
 
 
 def _once(inbox: Tree) -> Tree:
-    """Shrink views of one value for all units to `(1, ...)`, so that what depends on nothing else is computed once."""
+    """Shrink leaves that are one expanded value to `(1, ...)`, so that results that depend only on them are computed
+    once.
+    """
     shared = all(len(leaf) > 1 and leaf.stride(0) == 0 for leaf in tree.leaves(inbox))
     return tree.take(inbox, slice(0, 1)) if shared else inbox

@@ -34,7 +34,7 @@ MOMENTS = "unit_moments"
     )
 )
 class Contribution(NamedTuple):
-    """Hold what a unit knows of g, or the sum over units."""
+    """A unit's contribution to q(g), or the sum over units."""
 
     precision: Tensor  # (P (P + 1) / 2,) lower triangle of B
     shift: Tensor  # (P,) a
@@ -72,7 +72,8 @@ class StackedGP:
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR, MOMENTS]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
-        self._swaps: dict[tuple[str, ...], functional.Swap] = {}  # by names, as looking for places walks the module
+        # by names, because finding their places walks the module
+        self._swaps: dict[tuple[str, ...], functional.Swap] = {}
         self._elsewhere: dict[torch.device, StackedGP] = {}
 
     def at(self, like: Tensor) -> StackedGP:
@@ -87,18 +88,19 @@ class StackedGP:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """Return what must agree between sites and server beside hyperparameters: inducing inputs, columns, kernels.
+        """Return the settings, besides hyperparameters, that sites and server must share: inducing inputs, columns,
+        kernels.
 
         Numbers are rounded, so that another processor's `linspace` gives the same.
         """
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         coarse = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
         values = {n: t.detach() for n, t in named.items() if n not in self.values}
-        rounded = {n: t.to(coarse.get(t.dtype, t.dtype)) + 0 for n, t in values.items()}  # and −0 is 0
+        rounded = {n: t.to(coarse.get(t.dtype, t.dtype)) + 0 for n, t in values.items()}  # adding 0 turns −0 into 0
         return {"parts": [type(part).__qualname__ for part in self.module.modules()], **rounded}
 
     def start(self, *more: str) -> dict[str, Tensor]:
-        """Return where training starts: shared and trained tensors, and `more` of them."""
+        """Return the initial shared and trained tensors, and those named `more`."""
         return {name: self.values[name].clone() for name in [*self.shared, *self.trained, *more]}
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
@@ -110,13 +112,13 @@ class StackedGP:
             return function()
 
     def work(self, part: Callable[..., Any], work: UnitSteps, turn: Turn, data: Any, *stacked: Tree) -> Any:
-        """Apply `part(*stacked, data, keys, gp=, work=)` to the units of a block, some at a time."""
+        """Call `part(*stacked, data, keys, gp=, work=)` on the units of a block, in chunks."""
         work.note(turn, data.count)
         function = partial(part, gp=self.at(data.mask), work=work)
         return self.at_first_go(in_parts, function, self.module.points * data.mask.shape[1], *stacked, data, turn.key)
 
     def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
-        """Return units' own tensors to begin with, `(K, ...)`; weights that are not trained stay the module's."""
+        """Return units' initial own tensors, `(K, ...)`; weights that are not trained stay the module's."""
         x, y, extra = rows
         unit = self.module.initial_units(y, mask, *extra)
         if train and self.module.chooses_weights:
@@ -157,20 +159,20 @@ class StackedGP:
         return value.detach(), gradient
 
     def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
-        """Return what units tell, `(K, ...)`."""
+        """Return the units' contributions, `(K, ...)`."""
         x, y, extra = rows
         site: GaussianSite = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
-        own = self.own_moments({name: values[name] for name in self.own})
+        moments_of_own = self.own_moments({name: values[name] for name in self.own})
         contribution = Contribution(
-            pack(site.precision), site.shift, site.constant, own, torch.ones_like(site.constant)
+            pack(site.precision), site.shift, site.constant, moments_of_own, torch.ones_like(site.constant)
         )
-        return tree.scale(contribution, factor)._replace(own_moments=own, units=contribution.units)
+        return tree.scale(contribution, factor)._replace(own_moments=moments_of_own, units=contribution.units)
 
-    def own_moments(self, own: dict[str, Tensor]) -> Tensor:
-        """Return the moments of units' own parameters as units tell them, `(K, ...)`."""
+    def own_moments(self, parameters: dict[str, Tensor]) -> Tensor:
+        """Return the moments of units' own parameters for their messages, `(K, ...)`."""
         from fedtorch.models.gaussian_process.unit_prior import moments
 
-        return pack(moments(self.on(own, lambda: self.module.unit_vector(self.trained))))
+        return pack(moments(self.on(parameters, lambda: self.module.unit_vector(self.trained))))
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
         """Return q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
@@ -179,12 +181,12 @@ class StackedGP:
             basis = basis.expand(*mean.shape[:-1], *self.values["basis"].shape)
         return {"basis": basis, "posterior_mean": mean, "posterior_root": root}
 
-    def combine(self, heard: Contribution) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, total: Contribution) -> tuple[Tensor, Tensor, Tensor]:
         """Return (mean, root, bound) of q(t) from the prior and the sum of the sites."""
         from fedtorch.models.gaussian_process.algebra import posterior
 
-        precision = unpack(heard.precision)
-        return posterior(torch.eye(self.module.points).to(precision), precision, heard.shift, heard.constant)
+        precision = unpack(total.precision)
+        return posterior(torch.eye(self.module.points).to(precision), precision, total.shift, total.constant)
 
     def carry(
         self, mean: Tensor, root: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
@@ -216,7 +218,7 @@ class StackedGP:
             return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
 
     def check(self, data: Any) -> Any:
-        """Raise unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
+        """Raise unless the rows are (x `(d,)`, y, …) in the module's form, with at least one row per unit."""
         from fedtorch.models.gaussian_process.checks import check_values
 
         rows = data.batch
@@ -241,7 +243,7 @@ class StackedGP:
 
 
 def _refuses(check: Callable[..., None], module: ConvolvedGP, number: int, rows: tuple[Tensor, ...]) -> bool:
-    """Return whether a unit's rows have a value that the module's parts do not know."""
+    """Return whether a unit's rows have a value outside the domain of the module's parts."""
     try:
         check(module, rows[0][number], *(extra[number] for extra in rows[2:]))
     except ValueError:

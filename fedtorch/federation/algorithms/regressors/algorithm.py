@@ -1,4 +1,4 @@
-"""The rounds of GTV minimisation by predictions. See the package for the method."""
+"""The rounds of GTV minimisation by predictions; the package describes the method."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ Make = Callable[[], Regressor] | LocalSolver  # a node's model
 
 @tells(Learns("membership of rows, of predictions on the shared inputs", "attacks.membership"))
 class _Told(NamedTuple):
-    """Hold what a node tells, or the sum of what its neighbours have told."""
+    """A node's predictions, or the sum over its neighbours."""
 
     predictions: Tensor  # (K, m') on the shared inputs, or (K, m', C) probabilities
-    weight: Tensor  # (K,) one from its first fit on; summed, Σ_j A_ij of the neighbours that have been heard
+    weight: Tensor  # (K,) one from its first fit on; in sums, Σ_j A_ij over neighbours that have answered
 
 
 class _State(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`."""
+    """State of a node; leaves `(K, ...)`."""
 
     told: _Told
-    kept: Tensor  # (K, P) numbers that its model goes on from, filled up with zeros
+    kept: Tensor  # (K, P) numbers from which a node's next fit starts, padded with zeros
 
 
 class RegressorsServer(NamedTuple):
-    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
+    """The nodes' received messages, `(n, ...)`; row i is node i's memory."""
 
-    total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij of the neighbours' own, and of those heard
+    total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij over neighbours that have answered
 
 
 class _Outbox(NamedTuple):
-    """Hold what a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
+    """A node's inputs; row i is in node i's memory, and only the received messages have travelled."""
 
     heard: _Told
-    inputs: Tensor  # (n, m', d) x' as each node sees it
+    inputs: Tensor  # (n, m', d) x' in each node's features
     number: Tensor  # (n,) of the node
 
 
@@ -58,9 +58,9 @@ class _Nodes:
     """The nodes' models.
 
     Args:
-        makes: of each node, or one for all.
-        classes: as of `gtv_regressors`, like the next.
-        repeats: of local solvers.
+        makes: builds each node's model, or one for all.
+        classes: as for `gtv_regressors`, like the next.
+        repeats: calls of a local solver a round.
     """
 
     def __init__(self, makes: tuple[Make, ...], classes: int | None, repeats: int) -> None:
@@ -83,27 +83,27 @@ def gtv_regressors(
 ) -> Algorithm:
     """Build GTV minimisation for models of any kind, which are coupled by their predictions on shared inputs.
 
-    In the first round a node fits its own rows, and neighbours that have not been heard do not count. The tensors that
-    a client predicts with are its predictions on the shared inputs; `fitted` makes the models themselves.
+    In the first round a node fits its own rows; neighbours that have not answered do not count. A client's tensors are
+    its predictions on the shared inputs; `fitted` returns the models themselves.
 
     Args:
         make: a function that makes a new regressor with `fit(X, y, sample_weight)` and `predict(X)`; a local solver of
             a module, such as `ft.gradient_descent(module, steps=20, loss=...)`; or a list of these, one for each node.
             Fits must not depend on global random state, so pass a `random_state`.
-        network: whose nodes are the clients, in their order; rows are (x `(d,)`, y `()`).
+        network: has the clients as nodes, in their order; rows are (x `(d,)`, y `()`).
         alpha: strength α of the coupling.
-        inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
-            examples.
+        inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, the same examples in each node's
+            own features.
         classes: C for classifiers of labels 0 … C − 1, by `predict_proba` or by a module's C logits.
-        repeats: how often a local solver is called in a round, the coupling seen anew each time. Solvers of one step
-            with `reset="never"` then take that many steps on the whole objective, as deep networks want.
+        repeats: calls of a local solver in a round, each with the coupling at the present parameters. Solvers of one
+            step with `reset="never"` then take that many steps on the whole objective, which suits deep networks.
 
     Shapes: server state is `RegressorsServer`; client state has the predictions, `(K, m')` or `(K, m', C)`.
 
     Raises:
-        ValueError: α is negative or not finite, inputs of another form or not finite, another number of models than
-            nodes; when a run begins, a node without rows, rows of another form or a network of another size; in a
-            round, predictions of a node that are not finite or have another shape, or whatever its model raises.
+        ValueError: α is negative or not finite, inputs of another form or not finite, or not one model per node; at the
+            start of a run, a node without rows, rows of another form or a network of another size; in a round, a node's
+            predictions are not finite or have another shape, or its model raises an error.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -180,7 +180,7 @@ def gtv_regressors(
 
 @dataclass(frozen=True)
 class _Refitted(Posterior):
-    """What `fitted` makes the nodes' models of."""
+    """Inputs from which `fitted` makes the nodes' models."""
 
     nodes: _Nodes
     alpha: float
@@ -193,10 +193,10 @@ def fitted(run: Run) -> list[Any]:
         run: of `gtv_regressors` on data at hand.
 
     Returns:
-        regressors, and copies of the modules of local solvers as they are.
+        regressors, and copies of local solvers' modules.
 
     Raises:
-        TypeError: a run of another algorithm, or of a population that has not its data.
+        TypeError: a run of another algorithm, or of a population without its data.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -215,22 +215,22 @@ def fitted(run: Run) -> list[Any]:
             "Expected a run of ft.gtv_regressors on data at hand, but got one of "
             f"{run.algorithm.settings.get('algorithm')} on {run.population!r}"
         )
-    kept = run.tensors()["kept"]
+    fits = run.tensors()["kept"]
     inbox = run.algorithm.exchange.scatter(run.outbox, slice(0, len(data))).heard
     rows = _rows(inbox, data.stack(range(len(data))), posterior.alpha)
     nodes: list[Node] = [posterior.nodes(k) for k in range(len(data))]
-    return [each.model(kept[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
+    return [each.model(fits[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
 
 
 def _rows(inbox: _Outbox, data: ClientData, alpha: float) -> list[NodeRows]:
-    """Return what each node of a block fits, on the CPU."""
+    """Return the data of each node's fit in a block, on the CPU."""
     x, y, inputs, predictions = [
         torch.from_numpy(leaf.cpu().numpy().copy()) for leaf in (*data.batch, inbox.inputs, inbox.heard.predictions)
     ]
     rows = zip(x, y, inputs, predictions, inbox.heard.weight.tolist(), data.count.tolist())
     return [
-        NodeRows(x[:n], y[:n], shared, heard / (weight if weight > 0 else 1.0), alpha * weight)
-        for x, y, shared, heard, weight, n in rows
+        NodeRows(x[:n], y[:n], shared, neighbours / (weight if weight > 0 else 1.0), alpha * weight)
+        for x, y, shared, neighbours, weight, n in rows
     ]
 
 
@@ -240,14 +240,14 @@ def _alone(turn: Turn, k: int, model: Node) -> Turn | None:
 
 
 def _fit(model: Node, before: Tensor | None, rows: NodeRows, turn: Turn | None, k: int) -> Fit:
-    """Fit the model of a node of the block; of whatever goes wrong say that it is this node's.
+    """Fit the model of a node of the block; errors name the node.
 
     Raises:
-        BadClients: it does.
+        BadClients: the fit failed.
     """
     try:
         return model.fit(before, rows, turn)
-    except BadClients as error:  # of a local solver, which knows of one client
+    except BadClients as error:  # raised by a local solver, which has a single client
         raise BadClients(torch.tensor([k]), str(error)) from error
     except Exception as error:
         raise BadClients(torch.tensor([k]), f"its model raised {type(error).__name__}: {error}") from error
@@ -271,7 +271,7 @@ def _checked_fit(fit: Fit, shape: tuple[int, ...], k: int) -> Fit:
 
 
 def _settings(makes: tuple[Make, ...]) -> dict[str, Any]:
-    """Return what makes the models, and of local solvers what they were built with."""
+    """Return settings of the models, and of local solvers."""
     if len(makes) == 1 and not isinstance(makes[0], LocalSolver):
         return {"make": makes[0]}
     settings: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def _settings(makes: tuple[Make, ...]) -> dict[str, Any]:
 
 
 def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
-    """Return the inputs as each node sees them, `(n, m', d)`."""
+    """Return the inputs in each node's features, `(n, m', d)`."""
     expected.not_negative(alpha=alpha)
     shape = tuple(inputs.shape)
     if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):

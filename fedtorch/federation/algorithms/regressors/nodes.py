@@ -1,4 +1,4 @@
-"""Nodes of a network whose models differ: how each fits its own rows and its neighbours' predictions."""
+"""Nodes of a network with different kinds of models: their fits to own rows and neighbours' predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedtorch.federation.algorithm import LocalSolver, Quadratic
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
-_LEAST = 1e-12  # probability of which a logarithm is taken
+_LEAST = 1e-12  # least probability whose logarithm is taken
 
 
 class Regressor(Protocol):
@@ -34,19 +34,19 @@ class Regressor(Protocol):
 
 
 class NodeRows(NamedTuple):
-    """Hold what a node fits: its own rows, and what its neighbours predict."""
+    """The data of a node's fit: its own rows, and its neighbours' predictions."""
 
     x: Tensor  # (m, d)
     y: Tensor  # (m,)
     shared: Tensor  # (m', d)
     targets: Tensor  # (m',) or (m', C): the neighbours' mean prediction
-    pull: float  # αd_i of the neighbours that have been heard, zero without
+    pull: float  # αd_i of the neighbours that have answered, or zero
 
 
 class Fit(NamedTuple):
-    """Hold what a node has found."""
+    """Result of a node's fit."""
 
-    kept: Tensor  # (size,) what it goes on from in the next round
+    kept: Tensor  # (size,) start of the next round's fit
     predictions: Tensor  # (m',) or (m', C) on the shared inputs
     loss: float
 
@@ -57,7 +57,7 @@ class Node(Protocol):
     size: int
 
     def fit(self, kept: Tensor | None, rows: NodeRows, turn: Turn | None) -> Fit:
-        """Fit from what was kept, None in its first round."""
+        """Fit from the last round's numbers, None in the first round."""
         ...
 
     def model(self, kept: Tensor, rows: NodeRows) -> Any:
@@ -75,7 +75,7 @@ class Refitted:
 
     Args:
         make: a new one.
-        classes: how many; None for a regressor.
+        classes: their number; None for a regressor.
     """
 
     size = 0
@@ -107,7 +107,7 @@ class Refitted:
         return model
 
     def _labelled(self, rows: NodeRows) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the shared inputs with labels and weights: a row for each class that neighbours hold possible."""
+        """Return the shared inputs with labels and weights: a row for each class with positive probability."""
         shared, targets = rows.shared.numpy(), rows.targets.numpy()
         if self.classes is None:
             return shared, targets, np.ones(len(targets))
@@ -116,25 +116,25 @@ class Refitted:
 
     def _predictions(self, model: Any, x: NDArray[Any]) -> NDArray[Any]:
         if self.classes is None:
-            found = np.asarray(model.predict(x))
-            if found.shape not in ((len(x),), (len(x), 1)):
+            predicted = np.asarray(model.predict(x))
+            if predicted.shape not in ((len(x),), (len(x), 1)):
                 raise ValueError(
                     f"Expected a prediction for each of {len(x)} rows, but {type(model).__name__}.predict gives shape "
-                    f"{found.shape}; give all nodes models of one output, or classifiers with classes=C"
+                    f"{predicted.shape}; give all nodes models of one output, or classifiers with classes=C"
                 )
-            return found.reshape(len(x))
+            return predicted.reshape(len(x))
         probabilities = np.zeros((len(x), self.classes))
         probabilities[:, np.asarray(model.classes_).astype(int)] = model.predict_proba(x)
         return probabilities
 
 
 class Descending:
-    """Go on from where the node stands by a local solver, the coupling touched from above by a quadratic.
+    """Continue a node's training by a local solver, with a quadratic that majorises the coupling.
 
     Args:
-        local: of the node's module.
-        classes: how many outputs are logits of; None where the module's output is the prediction.
-        repeats: how often in a round.
+        local: solver of the node's module.
+        classes: number of logits in the output; None if the output is the prediction.
+        repeats: calls a round.
     """
 
     def __init__(self, local: LocalSolver, classes: int | None, repeats: int) -> None:
@@ -145,7 +145,7 @@ class Descending:
         self.dtype = next(iter(local.parameters.values())).dtype
 
     def fit(self, kept: Tensor | None, rows: NodeRows, turn: Turn | None) -> Fit:
-        """Take the local solver's steps on own rows with the quadratic of the coupling, `repeats` times."""
+        """Take the local solver's steps on own rows with the coupling's quadratic, `repeats` times."""
         assert turn is not None
         parameters, state = self._unpacked(kept)
         count = torch.tensor([len(rows.y)])
@@ -164,14 +164,14 @@ class Descending:
         return Fit(self._packed(parameters, state), predictions, float(loss[0]))
 
     def model(self, kept: Tensor, rows: NodeRows) -> Any:
-        """Return the module with what it has learnt."""
+        """Return the module with the learnt parameters."""
         return functional.load(self.local.module, self.local.tensors(*self._unpacked(kept)))
 
     def _steepest(self, parameters: dict[str, Tensor], state: Tree, rows: NodeRows) -> Tensor:
         """Return a bound on the coupling's second derivatives, for outputs linear in the parameters, ()."""
         free, outputs = self._free(parameters, state, rows.shared)
         jacobian = torch.stack([_gradient(one, free) for one in outputs.reshape(-1)])
-        bend = 2.0 if self.classes is None else 0.5  # of the square, and at most of the cross-entropy
+        bend = 2.0 if self.classes is None else 0.5  # second derivative of the square; bound for the cross-entropy
         return bend * rows.pull / len(rows.shared) * torch.linalg.eigvalsh(jacobian @ jacobian.T)[-1].clamp(min=0)
 
     def _coupling(self, parameters: dict[str, Tensor], state: Tree, rows: NodeRows, steepest: Tensor) -> Quadratic:

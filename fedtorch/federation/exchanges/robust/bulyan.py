@@ -1,7 +1,7 @@
 r"""Bulyan: messages chosen by Krum one after another, then every coordinate's values nearest to their median.
 
-Krum chooses M − 2f messages, each among those that are left, and every coordinate is the mean of the M − 4f of their
-values that are nearest to their median.
+Krum chooses M − 2f messages, one after the other, and every coordinate of the average is the mean of the M − 4f values
+among them that are nearest to their median.
 
 Source: El Mhamdi, Guerraoui and Rouault (2018), "The hidden vulnerability of distributed learning in Byzantium",
 section 4.
@@ -35,7 +35,7 @@ def bulyan(faulty: int) -> Rule:
     """Build Bulyan, which needs 4f + 3 messages and takes all weights as equal.
 
     Args:
-        faulty: how many messages may be wrong, f.
+        faulty: f, the most messages that may be wrong.
 
     Raises:
         ValueError: a negative number.
@@ -53,8 +53,8 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
         best = score.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
         alive = alive.scatter(-1, best, False)
     chosen = alive.to(torch.int8).argsort(dim=-1, stable=True)[..., : count - 2 * faulty]
-    kept = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
-    return by_columns(partial(_nearest_to_median, count - 4 * faulty))(kept, weights)
+    selected = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
+    return by_columns(partial(_nearest_to_median, count - 4 * faulty))(selected, weights)
 
 
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:

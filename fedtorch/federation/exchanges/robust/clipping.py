@@ -50,11 +50,11 @@ def norm_bounding(radius: float | None = None) -> Rule:
 
 
 def centred_clipping(radius: float | None = None, steps: int = 3) -> Rule:
-    """Return the mean of messages that are clipped around a centre, which begins as the median of every coordinate.
+    """Return the mean of messages clipped around a centre, which starts at the coordinatewise median.
 
     Args:
         radius: τ; default: in every step the median of the messages' distances from the centre.
-        steps: how often the centre moves.
+        steps: number of moves of the centre.
 
     Raises:
         ValueError: a radius that is not positive, or no steps.

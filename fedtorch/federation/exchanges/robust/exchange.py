@@ -1,7 +1,7 @@
-r"""A star whose server takes a robust average.
+r"""A star exchange whose server takes a robust average.
 
-Rules act on `Mean`s, each as one message of numbers, and refuse `Sum`s: a sum cannot leave somebody out. Messages of
-all clients are kept until the round is finished, so partial aggregates merge by concatenation.
+Rules act on `Mean`s, each client's as one vector, and refuse `Sum`s, from which no client can be excluded. The messages
+of all clients are stored until the end of the round, so partial aggregates merge by concatenation.
 
 **What is not believed.** Messages with NaN, Inf or numbers beyond 1e100, and weights that are not positive and finite,
 are left out. (A run refuses messages with NaN or Inf before they come here, and stops unless it was told
@@ -29,15 +29,16 @@ from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.federation.exchanges.star import star as plain_star
 from fedtorch.tree import Rows, Tree
 
-_LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up
+_LARGEST = 1e100  # squares of larger numbers would overflow in sums
 
 
 def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
-    """Return a star whose server takes a robust average of every `Mean`.
+    """Build a star exchange whose server takes a robust average of every `Mean`.
 
     Args:
         rule: the average, such as `median()` or `krum(3)`.
-        spread: how far weights count, at least 1: 1 takes all as equal, infinity believes what clients say.
+        spread: largest ratio of a weight to the median weight, at least 1: 1 makes all equal, infinity trusts the
+            weights that clients send.
 
     Raises:
         ValueError: a spread below 1; or in a round with too few messages for the rule.
@@ -67,8 +68,8 @@ def bounded(weights: Tensor, spread: float) -> Tensor:
 
 
 def credible(values: Tensor) -> Tensor:
-    """Return which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool."""
-    return torch.maximum(-values.amin(-1), values.amax(-1)).to(torch.float64) <= _LARGEST  # false for NaN
+    """Return which messages `(M, D)` are finite with squares that are finite too, `(M,)` bool."""
+    return torch.maximum(-values.amin(-1), values.amax(-1)).to(torch.float64) <= _LARGEST  # False for NaN
 
 
 def _gather(rule: Rule, messages: Tree, ids: Rows) -> RowsOf:
@@ -86,10 +87,10 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     return node
 
 
-def _finish(rule: Rule, spread: float, found: RowsOf) -> Tree:
-    if rule.reference is not None and not bool((found.ids == rule.reference).any()):
+def _finish(rule: Rule, spread: float, batch: RowsOf) -> Tree:
+    if rule.reference is not None and not bool((batch.ids == rule.reference).any()):
         raise ValueError(f"Expected client {rule.reference}, whom {rule.name} trusts, in every round; ask everybody")
-    return tree.map(partial(_average, rule, spread), in_order(found, rule.reference).message, is_leaf=Mean)
+    return tree.map(partial(_average, rule, spread), in_order(batch, rule.reference).message, is_leaf=Mean)
 
 
 def _average(rule: Rule, spread: float, mean: Mean) -> Mean:

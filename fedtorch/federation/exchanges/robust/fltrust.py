@@ -1,4 +1,4 @@
-r"""FLTrust: a client that the server trusts is the measure of the others.
+r"""FLTrust: messages are weighted by their similarity to that of a trusted client.
 
 The trusted client, the first message :math:`x_0`, learns from rows that the server has collected itself. The others
 are scaled to its length and averaged with the positive part of their cosine with it:
@@ -28,17 +28,17 @@ def fltrust(trusted: int) -> Rule:
     """Build FLTrust, which takes the weights of the other clients as equal.
 
     Args:
-        trusted: the number of the client whose rows are the server's own; it must answer in every round.
+        trusted: index of the client whose rows are the server's own; it must answer in every round.
     """
     return Rule("fltrust", by_inner_products(_trust), least=2, reference=trusted)
 
 
 def _trust(products: Tensor, weights: Tensor) -> Tensor:
-    """Return the coefficients; where nobody is trusted, the reference alone."""
+    """Return the coefficients; if no client is trusted, the reference alone."""
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = torch.where(lengths > 0, lengths[..., :1] / lengths, 0.0)
     cosine = torch.where(lengths > 0, products[..., 0, :] / (lengths * lengths[..., :1]), 0.0)
-    cosine = cosine.nan_to_num(0.0)  # of a reference of length zero
+    cosine = cosine.nan_to_num(0.0)  # if the reference has length zero
     trust = cosine.clamp(min=0).index_fill(-1, torch.tensor(0, device=cosine.device), 0.0)
     total = trust.sum(-1, keepdim=True)
     alone = one_hot(torch.zeros_like(total[..., 0], dtype=torch.int64), trust.shape[-1])

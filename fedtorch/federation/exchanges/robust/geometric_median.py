@@ -29,16 +29,16 @@ from fedtorch.federation.exchanges.robust.rules import (
     squared_distances,
 )
 
-_BLOCKS, _STEPS = 63, 32  # of iterations; after each block the host asks once whether they have converged
+_BLOCKS, _STEPS = 63, 32  # blocks of iterations; convergence is read on the host once a block
 _TOLERANCE = 1e-12  # change of coefficients, whose sum is one, in the last iteration
-_SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding of inner products
+_SMOOTHING = 1e-8  # of distances, relative to the messages' norms, because of the rounding of inner products
 
 
 def geometric_median() -> Rule:
-    """Return the geometric median of whole messages; it stays bounded while less than half of the weight is wrong.
+    """Return the geometric median of whole messages; it stays bounded if less than half of the weight is wrong.
 
-    Messages are finite, as runs see to; a NaN or an infinite number among them is one of the median, too, for distances
-    from it are not known.
+    Messages must be finite, which runs check; a NaN or an infinite number makes the median NaN too, because distances
+    are unknown.
     """
     return Rule("geometric_median", by_inner_products(_weiszfeld), convex=True)
 

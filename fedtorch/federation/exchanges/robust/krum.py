@@ -34,8 +34,8 @@ def krum(faulty: int, chosen: int = 1) -> Rule:
     """Build Krum, and multi-Krum for `chosen` > 1; it needs 2f + 3 messages.
 
     Args:
-        faulty: how many messages may be wrong, f.
-        chosen: how many messages are averaged, m, by their weights.
+        faulty: f, the most messages that may be wrong.
+        chosen: m, the number of messages in the weighted mean.
 
     Raises:
         ValueError: a negative number, or none chosen.
@@ -54,8 +54,8 @@ def scores(distances: Tensor, faulty: int, alive: Tensor | None = None, left: in
     Args:
         distances: squared.
         faulty: f.
-        alive: `(..., M)` bool, the messages among which neighbours are looked for.
-        left: how many these are in every batch.
+        alive: `(..., M)` bool, the candidates for neighbours.
+        left: number of candidates in every batch.
     """
     count = distances.shape[-1]
     others = distances + torch.diag(torch.full((count,), torch.inf, dtype=distances.dtype, device=distances.device))

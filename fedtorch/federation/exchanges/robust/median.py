@@ -21,7 +21,7 @@ from fedtorch.federation.exchanges.robust.rules import Rule
 def median() -> Rule:
     """Return the weighted median of each coordinate, among the right values while less than half the weight is wrong.
 
-    Between two values that halve the weight it is their middle, so equal weights give the usual median.
+    If two values halve the weight, the result is their midpoint, so equal weights give the usual median.
     """
     return Rule("median", coordinatewise_median)
 

@@ -1,6 +1,7 @@
 """Nearest-neighbour mixing: every message is replaced by the mean of its M − f nearest ones, before another rule.
 
-Clients whose data differ make any robust rule wrong by as much as they differ; mixing makes them alike first.
+The error of any robust rule grows with the differences between honest clients' data; mixing reduces these differences
+first.
 
 Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan (2023), "Fixing by mixing: a recipe for optimal
 Byzantine ML under heterogeneity", Algorithm 2.
@@ -27,8 +28,8 @@ def nearest_neighbour_mixing(faulty: int, rule: Rule) -> Rule:
     """Return `rule` on mixed messages; it needs 2f + 1 messages, or as many as `rule`.
 
     Args:
-        faulty: how many messages may be wrong, f.
-        rule: of the mixed messages, such as `trimmed_mean` or `krum`; their weights are those of the messages.
+        faulty: f, the most messages that may be wrong.
+        rule: rule for the mixed messages, such as `trimmed_mean` or `krum`; weights are those of the messages.
 
     Raises:
         ValueError: a negative number, or a rule with a reference.

@@ -34,14 +34,14 @@ def trimmed_mean(value: Tensor, share: Tensor, fraction: float) -> Tensor:
     Args:
         value: `(M, ...)`, M > 0.
         share: the messages' weights `(M,)` in float64, of sum 1.
-        fraction: at least 0 and below one half.
+        fraction: share cut on each side, at least 0 and below one half.
 
     Returns:
         `(...)` in float64.
     """
     ordered, weights, above = _ordered(value, share)
-    kept = (above.clamp(max=1 - fraction) - (above - weights).clamp(min=fraction)).clamp(min=0)
-    return torch.where(kept > _SLACK, kept * ordered, 0.0).sum(0) / (1 - 2 * fraction)
+    weight_inside = (above.clamp(max=1 - fraction) - (above - weights).clamp(min=fraction)).clamp(min=0)
+    return torch.where(weight_inside > _SLACK, weight_inside * ordered, 0.0).sum(0) / (1 - 2 * fraction)
 
 
 def _ordered(value: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:

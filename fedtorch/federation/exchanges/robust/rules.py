@@ -1,9 +1,9 @@
 r"""Robust rules: a function of stacked messages, with the conditions under which it holds.
 
-Rules are of two kinds. *Coordinatewise* ones look at one number of all messages at a time (`by_columns`). The others
-look at whole messages :math:`x_1, \dots, x_M` and return :math:`\sum_i a_i x_i`, where the coefficients `a` depend on
-the inner products :math:`\langle x_i, x_j\rangle` alone (`by_inner_products`): the messages are read twice, however
-many steps it takes to find `a`.
+There are two kinds of rule. *Coordinatewise* rules treat one coordinate of all messages at a time (`by_columns`). The
+others treat whole messages :math:`x_1, \dots, x_M` and return :math:`\sum_i a_i x_i`, where the coefficients `a` depend
+only on the inner products :math:`\langle x_i, x_j\rangle` (`by_inner_products`): the messages are read twice, however
+many steps the search for `a` takes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 Average = Callable[[Tensor, Tensor], Tensor]  # (values (..., M, D), weights (..., M)) -> (..., D)
 Coefficients = Callable[[Tensor, Tensor], Tensor]  # (inner products (..., M, M), weights (..., M)) -> (..., M)
 
-_NUMBERS = 2**20  # of a block of columns, so that it stays in the processor's cache
+_NUMBERS = 2**20  # numbers in a block of columns, so that it stays in the processor's cache
 
 
 class Rule(NamedTuple):
     """Describe a robust average of messages.
 
     Attributes:
-        name: for errors.
+        name: name in errors.
         average: (values `(..., M, D)`, float64 weights `(..., M)` that sum to one) -> `(..., D)`.
-        least: how many messages it needs.
-        convex: whether it is a convex combination of whole messages, so that a matrix that is positive definite in
-            all of them is so in the average.
-        reference: the client whose message is not averaged but the measure of the others; it comes first.
+        least: least number of messages.
+        convex: whether the average is a convex combination of whole messages, which keeps a matrix positive definite if
+            it is so in all of them.
+        reference: the client whose message is not averaged but is the reference for the others; it comes first.
 
     Example:
         >>> import torch
@@ -90,7 +90,7 @@ def inner_products(values: Tensor) -> Tensor:
 
 
 def combined(coefficients: Tensor, values: Tensor) -> Tensor:
-    """Sum a_i x_i, `(..., D)` float64, for coefficients `(..., M)`; `(..., A, D)` for A sets of them `(..., A, M)`."""
+    """Return Σ a_i x_i, `(..., D)` float64, for coefficients `(..., M)`; `(..., A, D)` for `(..., A, M)`."""
     if coefficients.ndim == values.ndim:
         return torch.cat([coefficients @ part for part in _wide(values)], -1)
     return combined(coefficients[..., None, :], values)[..., 0, :]

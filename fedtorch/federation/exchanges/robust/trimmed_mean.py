@@ -29,7 +29,7 @@ def trimmed_mean(fraction: float) -> Rule:
     A value on the border counts with the part of its weight that is inside.
 
     Args:
-        fraction: on each side, at least 0 and below one half; 0 is the weighted mean.
+        fraction: share cut on each side, at least 0 and below one half; 0 is the weighted mean.
 
     Raises:
         ValueError: a fraction out of range.
@@ -44,6 +44,6 @@ def _trimmed(fraction: float, ordered: Tensor) -> Tensor:
     count = ordered.shape[-1]
     above = torch.arange(count + 1, dtype=torch.float64, device=ordered.device) / count
     inside = (above[1:].clamp(max=1 - fraction) - above[:-1].clamp(min=fraction)).clamp(min=0)
-    kept = inside.nonzero()[:, 0]
-    first, last = int(kept[0]), int(kept[-1]) + 1
+    positions = inside.nonzero()[:, 0]
+    first, last = int(positions[0]), int(positions[-1]) + 1
     return ordered[..., first:last].double() @ inside[first:last] / (1 - 2 * fraction)

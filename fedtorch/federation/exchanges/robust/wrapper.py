@@ -1,19 +1,19 @@
 r"""Robust rules for whole algorithms: `algorithm | robust.rule(robust.median())`.
 
-Totals of what clients tell for good are averaged by a rule over the table of what everybody last told.
+Totals of persistent contributions are averaged by a rule over the table of all clients' last contributions.
 
-A total is a sum over clients, a sum over a node's neighbours on a graph. It becomes the number of clients, or the
-node's degree :math:`d_i = \sum_j A_{ij}`, times a robust average of what each of them has last told:
+A total is a sum over clients, or over a node's neighbours on a graph. It becomes the number of clients, or the node's
+degree :math:`d_i = \sum_j A_{ij}`, times a robust average of their last contributions:
 
 .. math:: M \cdot \mathrm{rule}(t_1, \dots, t_M), \qquad
     d_i \cdot \mathrm{rule}\big(t_j : j \in \mathcal{N}(i), \text{ with weights } A_{ij} / d_i\big).
 
-For this the server keeps all that has been told `(K, ...)`, and on a graph every node what its neighbours have. So it
-cannot be had together with sums of which the server must not see the parts. A client that has not been asked yet
+For this the server stores all contributions `(K, ...)`, and on a graph every node stores its neighbours'. The rule
+therefore cannot be combined with sums whose terms are hidden from the server. A client that has not been asked yet
 counts with its initial state, as in a plain total.
 
-Rules that treat every number for itself do not keep a matrix positive definite. An algorithm says with
-`Told.averages` what its totals allow.
+Rules that treat every number separately do not keep a matrix positive definite. `Told.averages` declares which averages
+an algorithm's totals allow.
 
 Source: for neighbourhoods, Yang and Bajwa (2019), "ByRDiE: Byzantine-resilient distributed coordinate descent for
 decentralized learning", and the model poisoning of Jung, "Federated learning: from theory to practice", section 10.4.
@@ -42,26 +42,26 @@ from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-_NUMBERS = 2**24  # of the neighbourhoods that are averaged at once
+_NUMBERS = 2**24  # most numbers of neighbourhoods averaged at once
 
 
 def rule(average: Rule, network: Network | None = None, *, spread: float = 1.0) -> Wrapper:
-    """Replace the means that a server takes, and totals of what is told for good, by robust averages.
+    """Build the wrapper that replaces a server's means, and totals of persistent contributions, by robust averages.
 
-    On a graph every node takes the robust average of its neighbours. A server, or on a graph every node, then keeps
-    the table of what everybody last told.
+    On a graph every node takes the robust average of its neighbours. A server, or on a graph every node, then stores
+    the table of all last contributions.
 
     Args:
-        average: such as `median()` or `krum(3)`. A neighbourhood has fewer messages than a star: `krum(f)` needs
-            2f + 3 neighbours.
-        network: of an algorithm over `graph(network)`; None for a star.
-        spread: how far weights of `Mean`s count, at least 1: 1 takes all as equal, infinity believes what clients say.
-            Weights of a network's edges count as they are.
+        average: such as `median()` or `krum(3)`. A neighbourhood has fewer messages than a star: `krum(f)` needs 2f + 3
+            neighbours.
+        network: network of an algorithm over `graph(network)`; None for a star.
+        spread: largest ratio of a `Mean`'s weight to the median weight, at least 1: 1 makes all equal, infinity trusts
+            the clients' weights. Weights of a network's edges count unchanged.
 
     Raises:
-        ValueError: a spread below 1. When it is joined: an exchange that is no plain star, or no graph with its
-            network; totals that the rule's average could not stand for; a neighbourhood that is too small for the
-            rule; a rule with a reference for totals. When a run begins: a network that is not the algorithm's. In a
+        ValueError: a spread below 1. In wrapping: an exchange that is not a plain star, or not a graph with its
+            network; totals that do not allow the rule's kind of average; a neighbourhood that is too small for the
+            rule; a rule with a reference for totals. At the start of a run: a network that is not the algorithm's. In a
             round: too few messages.
         TypeError: in a round with `Sum`s.
 
@@ -100,21 +100,21 @@ def rule(average: Rule, network: Network | None = None, *, spread: float = 1.0) 
 
 
 class Table(NamedTuple):
-    """Hold the server's state."""
+    """State of the server."""
 
-    algorithm: Tree  # of the algorithm itself, with its total
-    told: Tree  # (K, ...) what every client last told
+    algorithm: Tree  # state of the wrapped algorithm, with its total
+    told: Tree  # (K, ...) every client's last contribution
 
 
 class _Said(NamedTuple):
-    """Hold what clients send in a round."""
+    """A round's message of a client."""
 
     fresh: Tree  # the message of the algorithm itself
-    told: Sum  # all that they tell for good; the server keeps the rows
+    told: Sum  # the whole contribution, whose rows the server stores
 
 
 class _Ring(NamedTuple):
-    """Hold nodes with as many neighbours each."""
+    """Nodes with the same number of neighbours."""
 
     nodes: Tensor  # (B,)
     neighbours: Tensor  # (B, c)
@@ -126,17 +126,17 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None, mean: Exch
     """Return an algorithm whose totals, and on a star also its `Mean`s, are robust.
 
     Args:
-        algorithm: whose clients tell something for good (`told`).
+        algorithm: has persistent contributions (`told`).
         rule: the average.
-        network: of an algorithm over `graph(network)`; None for a star.
+        network: network of an algorithm over `graph(network)`; None for a star.
         mean: a star with the rule.
 
     Shapes: server state is `Table`; all else as in `algorithm`.
 
     Raises:
-        ValueError: totals that the rule's average could not stand for; a neighbourhood that is too small for the rule;
-            a rule with a reference; or, when a run begins, a network that is not the algorithm's.
-        TypeError: in a round, another exchange has been put in place of theirs.
+        ValueError: totals that do not allow the rule's kind of average; a neighbourhood that is too small for the rule;
+            a rule with a reference; or, at the start of a run, a network that is not the algorithm's.
+        TypeError: in a round, the exchange has been replaced.
     """
     _check(algorithm, rule)
     rings = None if network is None else list(_rings(network, rule))
@@ -147,7 +147,7 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None, mean: Exch
         outbox=lambda table: algorithm.outbox(table.algorithm),
         client=partial(_client, algorithm),
         server=partial(_server, algorithm, inner, rule, rings),
-        exchange=kept(inner, lambda found: found),
+        exchange=kept(inner, lambda batch: batch),
         told=None,
         report=None if algorithm.report is None else partial(_report, algorithm),
     )
@@ -172,7 +172,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
 
 
 def _rings(network: Network, rule: Rule) -> Iterator[_Ring]:
-    """Return the nodes of a network by their number of neighbours; those without any are left out."""
+    """Group the nodes of a network by their number of neighbours, without isolated nodes."""
     counts = network.neighbour_counts
     small = ((counts > 0) & (counts < rule.least)).nonzero()[:, 0].tolist()
     if small:
@@ -221,16 +221,16 @@ def _server(
     rule: Rule,
     rings: list[_Ring] | None,
     table: Table,
-    said: RowsOf,
+    batch: RowsOf,
     key: Tensor,
 ) -> Table:
-    if not isinstance(said, RowsOf):
+    if not isinstance(batch, RowsOf):
         raise TypeError(
             "Expected every client's message, but got what another exchange makes of them; leave robust totals their "
             "own, which no secure sum can replace"
         )
-    fresh, told = said.message.fresh, _written(table.told, said)
-    aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, said.ids)))
+    fresh, told = batch.message.fresh, _written(table.told, batch)
+    aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, batch.ids)))
     inner = table.algorithm._replace(total=_total(rule, rings, told))
     return Table(algorithm.server(inner, aggregate, key), told)
 
@@ -240,23 +240,23 @@ def _report(algorithm: Algorithm, table: Table) -> Any:
     return algorithm.report(table.algorithm)
 
 
-def _written(table: Tree, said: RowsOf) -> Tree:
+def _written(table: Tree, batch: RowsOf) -> Tree:
     """Update the table after a round; a client whose numbers are not credible keeps its last row."""
-    new = said.message.told.value
+    new = batch.message.told.value
     good = credible(rows(new))
-    ids = said.ids.to(good.device)[good]
+    ids = batch.ids.to(good.device)[good]
     return tree.map(lambda old, leaf: old.index_copy(0, ids, leaf[good].to(old.dtype)), table, new)
 
 
-def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
+def _total(rule: Rule, rings: list[_Ring] | None, table: Tree) -> Tree:
     """Return the robust total of a table, float64."""
-    values = rows(told)
+    values = rows(table)
     if rings is None:
         count = len(values)
         if count < rule.least:
             raise ValueError(f"Expected at least {rule.least} clients for {rule.name}, but got {count}")
         equal = torch.full((count,), 1 / count, dtype=torch.float64, device=values.device)
-        return like(count * rule.average(values, equal), told)
+        return like(count * rule.average(values, equal), table)
     total = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
     for ring in rings:
         size = max(1, _NUMBERS // max(1, ring.neighbours.shape[1] * values.shape[1]))
@@ -264,4 +264,4 @@ def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
             part = tree.to(tree.take(ring, rows_of), values.device)
             averages = rule.average(values[part.neighbours], part.weights)
             total[part.nodes] = averages.to(torch.float64) * part.degrees[:, None]
-    return like(total, told)
+    return like(total, table)

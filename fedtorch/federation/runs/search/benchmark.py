@@ -35,7 +35,7 @@ class Benchmark:
     """Scores and histories of algorithms over seeds.
 
     Attributes:
-        seeds: of the runs.
+        seeds: seeds of the runs.
         scores: by algorithm and metric, the score after the last round of each seed.
         histories: by algorithm, the history of each seed; `ft.plots.curves(result.histories)` draws them.
     """
@@ -48,10 +48,10 @@ class Benchmark:
     def table(self) -> pd.DataFrame:
         """Return a row per algorithm with, of each metric, its mean and standard deviation over seeds.
 
-        "worst client" is the mean over seeds of the worst client's score, where the metric knows which end is worst, as
-        `ft.metrics.mean_of(function, largest_is_best=True)` does of a function. "minus" is the mean of the differences
-        to the first algorithm, seed by seed, with their standard deviation; divide it by the root of the number of
-        seeds for a standard error. A standard deviation of one seed is NaN.
+        "worst client" is the mean over seeds of the worst client's score, if the metric has a direction, as by
+        `ft.metrics.mean_of(function, largest_is_best=True)` for a function. "minus" is the mean of the differences to
+        the first algorithm, seed by seed, with their standard deviation; divide it by the root of the number of seeds
+        for a standard error. A standard deviation of one seed is NaN.
         """
         import pandas as pd
 
@@ -95,26 +95,25 @@ def benchmark(
     All algorithms have the same cohorts, faults and held-out rows under a seed, so that differences are paired.
 
     Args:
-        algorithms: by name; the first is the one that others are compared with. A function without arguments is called
-            for each seed, with torch's global generator at that seed, so that modules made in it start from other
-            weights under each. An algorithm as it is starts from the same weights under all.
-        population: who computes, and where.
+        algorithms: by name; the first is the reference for comparisons. A function without arguments is called for each
+            seed, with torch's global generator at that seed, so that its modules start from other weights under each.
+            An algorithm that is not a function starts from the same weights under all.
+        population: the clients, and where they run.
         rounds: communication rounds of each run.
-        validation: rows of the same clients; or the fraction of each client's rows that is held out, which are other
-            rows under each seed.
+        validation: rows of the same clients; or the fraction of each client's rows that is held out, different rows
+            under each seed.
         metrics: by name, of one number each, as in `Run.evaluate`.
-        seeds: how many, 0, 1, …, or which.
-        every: after how many rounds the run is scored besides, for the histories; None scores after the last.
+        seeds: their number, for 0, 1, …, or a list.
+        every: rounds between further scores for the histories; None scores after the last round only.
         cohort: as in `ft.run`.
         faults: as in `ft.run`.
         split: rows -> (inputs, targets).
-        folder: where runs are saved, every ten seconds and at their end; the same call goes on from there.
-        progress: whether it is shown how far it is, after two seconds.
+        folder: folder where runs are saved, every ten seconds and at their end; the same call resumes from there.
+        progress: whether a progress bar is shown, after two seconds.
 
     Raises:
-        TypeError: something is no algorithm, or a metric is no number.
-        ValueError: nothing to run, a private algorithm that is not made by a function for each seed, or a folder of
-            other runs.
+        TypeError: a value is not an algorithm, or a metric is not a number.
+        ValueError: nothing to run, a private algorithm without a function for each seed, or a folder of other runs.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -167,7 +166,7 @@ def _finished(
     every: int | None,
     score: Callable[[Run], dict[str, Score]],
 ) -> dict[str, Score]:
-    """Go on with a run from its file, if there is one, to its last round, and return its scores."""
+    """Resume a run from its file, if there is one, finish it, and return its scores."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.exists():

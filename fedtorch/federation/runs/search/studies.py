@@ -1,7 +1,7 @@
 """Search of hyperparameters by a study of Optuna: its sampler chooses settings, its pruner ends trials early.
 
 Trials run one after another. A trial is scored after each rung of rounds, where the study's pruner may end it: by
-default successive halving, of which one of `factor` trials goes on from each rung (Jamieson and Talwalkar,
+default successive halving, in which one of `factor` trials continues from each rung (Jamieson and Talwalkar,
 "Non-stochastic best arm identification and hyperparameter optimization", 2016; asynchronous as in Li et al., "A system
 for massively parallel hyperparameter tuning", 2020).
 """
@@ -49,11 +49,11 @@ class Trials(GridSearch):
     """The trials of a search, in the order in which they were done.
 
     Attributes:
-        settings: what `build` was called with.
+        settings: arguments of `build`.
         scores: the metric on the clients' validation rows when a trial ended; all NaN of one that diverged.
         diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
         largest_is_best: of the metric.
-        rounds: of each trial, those that it did.
+        rounds: finished rounds of each trial.
         finished: the run of the best trial; None where all diverged.
         study: Optuna's, with its own record of the trials.
     """
@@ -64,7 +64,7 @@ class Trials(GridSearch):
 
     @property
     def order(self) -> list[int]:
-        """Return the trials' numbers: those that did more rounds first, of these the better, the diverged last."""
+        """Return the trials' indices: more rounds first, then better scores, diverged ones last."""
         return sorted(super().order, key=lambda i: (self.diverged[i], -self.rounds[i]))
 
     @property
@@ -109,38 +109,38 @@ def tune(
 ) -> Trials:
     """Try settings of `space` that Optuna chooses, end the worse ones after few rounds, and return trials and best run.
 
-    A trial is `ft.run(build(**setting), population, ...)`, which goes on or ends after 1, 3, 9, … rounds. It is scored
-    on the clients' validation rows, and compared with the trials before it. All trials are seeded alike. One whose
-    server has NaN or infinite numbers ends there. Two runs are in memory at a time, that of the best trial and another.
+    A trial is `ft.run(build(**setting), population, ...)`, which continues or ends after 1, 3, 9, … rounds. It is
+    scored on the clients' validation rows, and compared with the earlier trials. All trials have the same seed. A trial
+    whose server has NaN or infinite numbers ends there. Two runs are in memory at a time, the best trial's and another.
     Private settings spend from one ledger, as in `ft.grid`: a budget is that of the whole search.
 
     It needs Optuna: `pip install 'fedtorch[tune]'`.
 
     Args:
-        build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
-            `seed`, so that modules made in it start from the same weights; afterwards it is as before.
+        build: setting -> algorithm, called as `build(**setting)`, with torch's global generator at `seed`, so that its
+            modules start from the same weights; the generator is restored afterwards.
         space: by name, for each of `build`'s parameters a list of values, a distribution of `optuna.distributions`, or
             one of `scipy.stats`: uniform, loguniform or randint.
-        population: who computes: clients in this process or over ranks.
-        validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
-        metric: how predictions are scored, as in `ft.grid`.
-        largest_is_best: whether the metric is large for good predictions; default: what it says of itself.
+        population: clients in this process or over ranks.
+        validation: rows of the same clients; or the fraction of each client's rows to hold out.
+        metric: score of predictions, as in `ft.grid`.
+        largest_is_best: whether large values are good; default: the metric's own attribute.
         rounds: communication rounds of a trial that is never ended.
-        trials: how many settings are tried; of a study that has some already, how many more.
-        factor: one of so many trials goes on from each rung, and does so many times as many rounds.
+        trials: number of settings to try; for a study with trials, additional ones.
+        factor: one of this many trials continues from each rung, for this many times as many rounds.
         first: rounds that every trial does before the first rung.
-        search: "tpe", tree of Parzen estimators, which learn from the trials before; "random"; or an `optuna.Study` of
-            your own, whose sampler and pruner are asked, and whose storage keeps its trials.
+        search: "tpe", tree of Parzen estimators, which learn from earlier trials; "random"; or your own `optuna.Study`,
+            with its sampler, pruner and storage.
         cohort: as in `ft.run`; all trials have the same cohorts.
-        seed: of all randomness, that of a given study apart.
-        faults: what goes wrong; as in `ft.run`.
+        seed: seed of all randomness, except that of a given study.
+        faults: simulated faults, as in `ft.run`.
         split: rows -> (inputs, targets).
-        progress: whether it is shown how far a search is that takes longer than two seconds.
+        progress: whether a progress bar is shown, after two seconds.
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
         ValueError: there is nothing to try, the validation rows are of other clients, some settings are private and
-            others exact, the budget of private settings is spent, a study has another direction than the metric.
+            others exact, the budget of private settings is spent, or a study has another direction than the metric.
         ImportError: Optuna is not installed.
 
     Example:
@@ -223,7 +223,7 @@ def _tried(
     judge: Callable[[Run], Score | None],
     shown: Progress,
 ) -> tuple[Score | None, Run]:
-    """Run a trial to its end or until it is pruned, and tell the study; return the last score and the run."""
+    """Run a trial until its end or its pruning, with reports to the study; return the last score and the run."""
     from optuna.trial import TrialState
 
     try:
@@ -247,11 +247,11 @@ def _tried(
 
 
 def _study(search: Any, largest_is_best: bool, seed: int, factor: int, first: int) -> optuna.Study:
-    """Return the study that was given, or one of Optuna's with successive halving.
+    """Return the given study, or one of Optuna's with successive halving.
 
     Raises:
         ImportError: Optuna is not installed.
-        TypeError: `search` is something else.
+        TypeError: `search` is of another type.
         ValueError: the study has another direction than the metric.
     """
     try:

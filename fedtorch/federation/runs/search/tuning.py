@@ -1,6 +1,7 @@
 """A grid of hyperparameters: a run of each setting on the same clients, and which predicts best.
 
-Settings are seeded alike (the same cohorts, faults, minibatches and draws), so that they differ by what is set.
+All settings have the same seed (the same cohorts, faults, minibatches and draws), so that they differ only by their
+values.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3, minimum=10), clients=10, seed=0)
@@ -52,15 +53,15 @@ Setting = dict[str, Any]  # a value for every hyperparameter
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GridSearch:
-    """The settings of a grid and how well each predicts, in the order in which they were given.
+    """The settings of a grid and their scores, in the given order.
 
     Attributes:
-        settings: what `build` was called with.
+        settings: arguments of `build`.
         scores: the metric on the clients' validation rows; all NaN for a setting that diverged.
         diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
         largest_is_best: of the metric.
-        epsilon: of all settings together, by one ledger, where they are private; None where none is. Scores of clients'
-            rows have no noise, and are not in it.
+        epsilon: of all settings together, by one ledger, if they are private; None otherwise. Scores of clients' rows
+            have no noise, and are not included.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -88,7 +89,7 @@ class GridSearch:
 
     @property
     def order(self) -> list[int]:
-        """Return places of the settings, best mean over clients first, those that diverged last."""
+        """Return positions of the settings, best mean over clients first, diverged ones last."""
         sign = -1.0 if self.largest_is_best else 1.0
         return sorted(
             range(len(self.settings)),
@@ -113,7 +114,7 @@ class GridSearch:
     def table(self) -> pd.DataFrame:
         """Return a row per setting, best first: mean, standard deviation and worst over clients, and of all rows.
 
-        Of private settings each row has "epsilon of the search", what all settings together have told of the clients.
+        For private settings each row has "epsilon of the search", the ε of all settings together.
         """
         import pandas as pd
 
@@ -153,31 +154,31 @@ def grid(
     Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
     infinite numbers ends there. `ft.plots.heat_map` draws the result.
 
-    Private settings spend from one ledger: the `budget=` of a mechanism is that of the whole search, of which the
-    result says the ε. Scores on the clients' validation rows have no noise, and nothing of this covers them.
+    Private settings spend from one ledger: the `budget=` of a mechanism is that of the whole search, whose ε is in the
+    result. Scores on the clients' validation rows have no noise and are not covered.
 
     Args:
-        build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
-            `seed`, so that modules made in it start from the same weights; afterwards it is as before.
+        build: setting -> algorithm, called as `build(**setting)`, with torch's global generator at `seed`, so that its
+            modules start from the same weights; the generator is restored afterwards.
         settings: the values to try of each of `build`'s parameters, by name.
-        population: who computes, and where.
-        validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
-        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, a
-            function of a client's (prediction, target), or the name of what a LightningModule's own
-            `validation_step` logs, as "val_loss".
-        largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
-            default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do; names do not.
+        population: the clients, and where they run.
+        validation: rows of the same clients; or the fraction of each client's rows to hold out.
+        metric: score of predictions: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, a function
+            of a client's (prediction, target), or the name of a log of a LightningModule's own `validation_step`, such
+            as "val_loss".
+        largest_is_best: whether large values are good, as for accuracy, or small ones, as for errors; default: the
+            attribute of `ft.metrics`, torchmetrics and losses of torch; names need the argument.
         rounds: communication rounds of each setting.
         cohort: as in `ft.run`; all settings have the same cohorts.
-        seed: of all randomness.
-        faults: what goes wrong; as in `ft.run`.
+        seed: seed of all randomness.
+        faults: simulated faults, as in `ft.run`.
         split: rows -> (inputs, targets).
-        progress: whether it is shown how far a search is that takes longer than two seconds.
+        progress: whether a progress bar is shown, after two seconds.
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
         ValueError: there is nothing to try, the validation rows are of other clients, some settings are private and
-            others exact, or private settings cost more than their budget together, or have claims that do not add up.
+            others exact, or private settings together exceed their budget, or have claims that do not add up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -228,7 +229,7 @@ class SearchLedger:
     def check(self, algorithm: Algorithm) -> None:
         """Raise ValueError if some of the settings are private and others exact.
 
-        An exact setting tells of the rows what no ε bounds, also by being chosen or not.
+        Even by being chosen or not, an exact setting discloses more about the rows than any ε bounds.
         """
         private = algorithm.budget is not None
         if self._private not in (None, private):
@@ -254,7 +255,7 @@ class SearchLedger:
 
     @property
     def epsilon(self) -> float | None:
-        """Return what all settings have cost together; None where none is private."""
+        """Return the cost of all settings together; None if none is private."""
         return None if self._budget is None else self._budget.report()["epsilon"]
 
 
@@ -279,9 +280,9 @@ def check_values(name: str, values: Any, or_else: str = "") -> None:
     """Raise ValueError unless `values` of a hyperparameter are a list of different ones.
 
     Args:
-        name: of the hyperparameter.
-        values: to be checked.
-        or_else: what else they could be; where that is a range, a tuple may be meant as one and is refused.
+        name: name of the hyperparameter.
+        values: values to check.
+        or_else: alternatives for the message; if that is a range, a tuple may be meant as one and is refused.
     """
     if or_else and isinstance(values, tuple):
         raise ValueError(f"Expected a list of values of {name}{or_else}, but got {values!r}, a list or a range")
@@ -292,11 +293,11 @@ def check_values(name: str, values: Any, or_else: str = "") -> None:
 
 
 def best_end(metric: Any, largest_is_best: bool | None) -> bool:
-    """Return whether large values of a metric are good, as is given or as the metric says.
+    """Return whether large values of a metric are good, by the argument or the metric.
 
     Raises:
-        TypeError: it is no metric, or several.
-        ValueError: nobody says it.
+        TypeError: not a metric, or several metrics.
+        ValueError: the direction is unknown.
     """
     if isinstance(metric, str):
         if largest_is_best is None:
@@ -352,7 +353,7 @@ def built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algor
 
 
 def trained(run: Run, rounds: int, shown: Progress) -> bool:
-    """Go on with a run until `rounds` are done in all, and return whether its messages and its server are finite.
+    """Continue a run until `rounds` are done in total; return whether its messages and its server are finite.
 
     Raises:
         ValueError: the search's budget is spent before.
@@ -395,7 +396,7 @@ def _logged(run: Run, validation: Evaluable, name: str) -> Score:
     """Return the score that the module's own `validation_step` logs under a name.
 
     Raises:
-        ValueError: it logs nothing of this name.
+        ValueError: the module logs nothing of this name.
     """
     logged = run.evaluate(validation)
     if name not in logged:

@@ -1,4 +1,4 @@
-r"""Log-concave families of responses, and the rows of devices as generalised linear models take them.
+r"""Log-concave families of responses, and the rows of devices for generalised linear models.
 
 All coefficients at which a device's rows are evaluated are columns of one product with X, and second derivatives are
 another with the products of its columns, so that no array has rows × coefficients × nodes.
@@ -18,33 +18,33 @@ from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 CACHED = 2**16  # linear predictors at a time
-_MOST_SPREAD = 2.0  # variance of a linear predictor for which an expansion to second order is taken
-_TOGETHER = 512  # rows of whose probabilities the product is taken
+_MOST_SPREAD = 2.0  # largest variance of a linear predictor for a second-order expansion
+_TOGETHER = 512  # rows whose probabilities are multiplied before the logarithm
 
 
 class Likely(NamedTuple):
-    """Responses, and predictors at which they are likely."""
+    """Responses, and predictors with high likelihood."""
 
-    response: Tensor  # (K, N) y as often as the row counts, 0 where there is none
-    rest: Tensor  # (K, N) what the family has beside: e^base of counts, failures of trials, as often
+    response: Tensor  # (K, N) y times the row's count, 0 on padding
+    rest: Tensor  # (K, N) further data of the family: e^base of counts, failures of trials, times the count
     base: Tensor  # (K, N) η₀
 
 
 class Rows(NamedTuple):
-    """The rows of `K` clients, in float64, zero beyond a client's count."""
+    """The rows of `K` clients, in float64, zero on padding."""
 
     x: Tensor  # (K, N, d)
     columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
     statistic: Tensor  # (K, d) Σ w t x
-    mask: Tensor  # (K, N)
+    mask: Tensor  # (K, N) bool
     offset: Tensor | None  # (K, N) of the linear predictors
     times: Tensor | None  # (K, N) how often a row counts, weight × trials; None for once
-    likely: Likely | None  # the responses, where log-likelihoods are taken about where they are likeliest; None without
+    likely: Likely | None  # responses, if log-likelihoods are taken relative to their maximum; None otherwise
     constant: Tensor  # (K,) the part of the log-likelihood that has no θ
     count: Tensor  # type: ignore[assignment]  # (K,)
 
     def trimmed(self) -> Rows:
-        """Return the rows without what is beyond all clients' counts."""
+        """Return the rows without padding beyond all clients' counts."""
         most = int(self.count.amax()) if len(self.count) else 0
         if most >= self.x.shape[1]:
             return self
@@ -63,30 +63,30 @@ class Rows(NamedTuple):
         return eta if self.offset is None else eta.add_(self.offset[:, None])
 
     def counted(self, values: Tensor) -> Tensor:
-        """Return values of rows `(K, P, N)`, each as often as its row counts; it may overwrite them."""
+        """Multiply values of rows `(K, P, N)` by the rows' counts; may overwrite them."""
         return values if self.times is None else values.mul_(self.times[:, None])
 
     def at_once(self) -> int:
-        """Return at how many coefficients rows are evaluated together, so that η stays in a cache."""
+        """Return at how many coefficients rows are evaluated together, so that η fits the cache."""
         return max(1, CACHED // max(1, self.mask.numel()))
 
 
 class ExponentialFamily(NamedTuple):
     """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials.
 
-    Where t η and n b(η) may be large beside their difference, rows have what is likely, and `ratio` tells how much less
-    likely they are elsewhere.
+    If t η and n b(η) may be large compared to their difference, rows have their largest likelihood, and `ratio` returns
+    the difference to it.
     """
 
-    extras: tuple[str, ...]  # what it knows beside x and y
+    extras: tuple[str, ...]  # fields besides x and y
     response: Callable[[Observations, Tensor], Tensor]  # rows, mask -> t; raises `BadClients` where they do not fit
     likely: Callable[[Observations], tuple[Likely, Tensor] | None]  # -> that of single rows, and log p there
-    # η (K, P, N), which it may overwrite, of rows -> Σ log p less that, or without what is likely −Σ times b, (K, P)
+    # η (K, P, N), which it may overwrite, of rows -> Σ log p relative to the maximum, or without it −Σ times b, (K, P)
     ratio: Callable[[Tensor, Rows], Tensor]
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
     bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # η, which it may overwrite -> b'', b''', b''''
     spread: Callable[[Tensor], Tensor]  # v -> w, so that E b''(η + v^½ z) is about b'' + ½ w b''''
-    outcome: Family | None = None  # of one response
+    outcome: Family | None = None  # distribution of one response
 
 
 def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor) -> Rows:
@@ -125,10 +125,9 @@ def log_likelihood(family: ExponentialFamily, data: Rows, theta: Tensor) -> Tens
 
 
 def _binary_ratio(eta: Tensor, rows: Rows) -> Tensor:
-    """Return −Σ log (2 cosh η/2) = −Σ |η|/2 + Σ log σ(|η|), of whose logarithms one is taken for many rows; of trials
-    the ratio.
+    """Return −Σ log (2 cosh η/2) = −Σ |η|/2 + Σ log σ(|η|), with one logarithm for many rows; for trials the ratio.
 
-    Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
+    Padded rows have η = 0 and contribute log 2 each; products of 512 numbers of at least ½ do not underflow.
     """
     if rows.likely is not None:
         successes, failures, start = (part[:, None] for part in rows.likely)
@@ -185,7 +184,7 @@ def _successes(rows: Observations, mask: Tensor) -> Tensor:
 
 
 def _likely_successes(rows: Observations) -> tuple[Likely, Tensor] | None:
-    """Return what is likely where there are trials; log-likelihoods of single responses are no large numbers."""
+    """Return the likeliest responses if there are trials; log-likelihoods of single responses are small."""
     if rows.trials is None:
         return None
     start, largest = counts.binomial_base(rows.y, rows.trials)
@@ -205,7 +204,7 @@ def _counts(rows: Observations, mask: Tensor) -> Tensor:
 
 
 def _shown(y: Tensor, trials: Tensor | None, bad: Tensor) -> str:
-    """Return the first bad y, of its trials where there are some, and how many there are."""
+    """Return the first bad y, with its trials if there are some, and the number of bad ones."""
     if not bool(bad.any()):
         return ""
     of = "" if trials is None else f" of {float(trials[bad][0]):g}"

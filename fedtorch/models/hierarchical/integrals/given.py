@@ -1,4 +1,4 @@
-"""The distribution of coefficients θ_k at nodes of φ, before a device's rows are known."""
+"""The distribution of coefficients θ_k at nodes of φ, before a device's rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Coefficients(NamedTuple):
 
     @staticmethod
     def at(mu: Tensor, zeta: Tensor, design: Tensor) -> Coefficients:
-        """Return θ_k given μ `(K, R, m)` and ζ: what does not differ between devices is known."""
+        """Return θ_k given μ `(K, R, m)` and ζ, in which fixed effects are known."""
         (clients, _, m), d = mu.shape, len(design)
         zero = mu.new_zeros(clients, d + m)
         shared, slope = mu.new_zeros(clients, d, d), design.mT.expand(clients, m, d)
@@ -32,7 +32,7 @@ class Coefficients(NamedTuple):
 class Given(NamedTuple):
     """μ given ζ under the cavity: μ ~ N(centre + slope (ζ − E ζ), covariance)."""
 
-    scales: Moments  # of ζ
+    scales: Moments  # moments of ζ
     centre: Tensor  # (K, m)
     slope: Tensor  # (K, m, s)
     covariance: Tensor  # (K, m, m)
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
     @staticmethod
     def of(cavity: Moments, design: Tensor) -> Given:
-        """Return what a cavity over (μ, ζ) says of μ given ζ; `design` `(d, m)` makes θ_k's prior mean of μ."""
+        """Return μ given ζ under a cavity over (μ, ζ); `design` `(d, m)` maps μ to θ_k's prior mean."""
         m = design.shape[1]
         total, inner = cavity.covariance, cavity.covariance[:, m:, m:]
         factor = torch.linalg.cholesky_ex(inner).L
@@ -56,6 +56,6 @@ class Given(NamedTuple):
         return self.centre[:, None] + (zeta - self.scales.mean[:, None]) @ self.slope.mT
 
     def coefficients(self, zeta: Tensor, inner: Tensor) -> Coefficients:
-        """Return θ_k given ζ `(K, R, ...)`, of which `inner` is the hierarchy's part."""
+        """Return θ_k given ζ `(K, R, ...)`, with `inner` as the hierarchy's part."""
         slope, centre = (self.design @ self.slope).mT, self.centre @ self.design.mT
         return Coefficients(inner, zeta, self.scales.mean, centre, slope, self.spread)

@@ -1,7 +1,7 @@
 """The mode of a device's coefficients, at many nodes at once, by Newton's method.
 
 All nodes start from a quadratic expansion of the rows' log likelihood about one mode, that of their median prior, so
-that a step or two are left. A step is halved where it does not shrink the gradient, and only nodes that still move are
+that a step or two remain. A step is halved if it does not reduce the gradient, and only nodes that still move are
 evaluated again.
 """
 
@@ -18,18 +18,19 @@ from fedtorch.models.hierarchical._forms import Powers, monomials
 from fedtorch.models.hierarchical.integrals.exponential import ExponentialFamily, Rows
 
 _STEPS = 200
-_NEAR = 0.03  # sds of the normal approximation, a step that is not made: what integrates about the mode sees the rest
-_EXACT = 1e-9  # the same where nothing else does, in Laplace's method
+# a step below this many sds of the normal approximation is not taken: integration about the mode covers it
+_NEAR = 0.03
+_EXACT = 1e-9  # the same for Laplace's method, which does not
 _STILL = 0.3  # the same at the first mode, from which the others start
-_MOST = 5  # coefficients of whose columns all products of four are made
-_NUMBERS = 2**25  # of them, in all, about
-_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, whatever its sd before them
+_MOST = 5  # most coefficients for which all products of four columns are formed
+_NUMBERS = 2**25  # most numbers in all, about
+_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, for any prior sd
 
 
 class White(NamedTuple):
-    """The normal prior of θ, a + L u with standard normal u, of whose coordinates the last e are uncertain.
+    """The normal prior of θ, a + L u with standard normal u, whose last e coordinates are uncertain.
 
-    Where t = w'u is known, u = t w + B z with standard normal z `(e − 1,)`, so that L is (e, e − 1).
+    If t = w'u is known, u = t w + B z with standard normal z `(e − 1,)`, so that L is (e, e − 1).
     """
 
     mean: Tensor  # (K, R, d) a
@@ -65,7 +66,7 @@ class Problem(NamedTuple):
     data: Rows
     x: Tensor  # (K, N, e)
     products: Tensor  # (K, N, e (e + 1) / 2)
-    powers: Powers | None  # products of three and four columns, where they are not too many
+    powers: Powers | None  # products of three and four columns, unless there are too many
 
     @staticmethod
     def of(family: ExponentialFamily, data: Rows, uncertain: int) -> Problem:
@@ -103,7 +104,7 @@ class Problem(NamedTuple):
         if not size:  # nothing is uncertain
             nothing = prior.mean[..., :0]
             return Expansion(nothing, nothing, prior.root[..., :0, :])
-        # contiguous, for torch reads what was never written in the median of an expanded dimension
+        # contiguous, because torch's median of an expanded dimension reads uninitialised memory
         middle = White(*(part.contiguous().nanmedian(1, keepdim=True).values for part in prior))
         nowhere = torch.zeros_like(middle.mean[..., :size])
         start = self._newton(middle, self.expanded(middle, nowhere), _STILL)

@@ -1,15 +1,15 @@
 r"""A device's evidence and the moments of its coefficients about their mode.
 
 Of the whitened coordinates v of the normal approximation, θ = θ̂ + W v, the last ones are integrated at the nodes of a
-rule (adaptive Gauss–Hermite quadrature). The others are those of fixed effects, of which one device knows little beyond
-what the others do. They are integrated to first order in what the normal approximation lacks: with :math:`s_i^2` the
-variance of a row's predictor :math:`\eta_i` under it,
+rule (adaptive Gauss–Hermite quadrature). The others are those of fixed effects, about which one device has little
+information beyond the others'. They are integrated to first order in the error of the normal approximation: with
+:math:`s_i^2` the variance of a row's predictor :math:`\eta_i` under it,
 
 .. math:: E[v_F] = -\tfrac12 W_F' \sum_i b'''(\hat\eta_i)\, s_i^2\, x_i, \qquad
     \mathrm{Cov}[v]^{-1} = I + W' \sum_i \bigl(E\, b''(\eta_i) - b''(\hat\eta_i)\bigr) x_i x_i'\, W ,
 
-and at the nodes the rows' log likelihood is averaged over the fixed effects in the same way. So the number of nodes
-goes with the coefficients that differ between devices, not with all of them.
+and at the nodes the rows' log likelihood is averaged over the fixed effects in the same way. The number of nodes
+therefore grows with the coefficients that differ between devices, not with all of them.
 
 Source: Tierney and Kadane (1986), "Accurate approximations for posterior moments and marginal densities"; Naylor and
 Smith (1982), "Applications of a method for the efficient computation of posterior distributions".
@@ -32,28 +32,29 @@ from fedtorch.models.hierarchical.integrals.exponential import log_likelihood
 from fedtorch.models.hierarchical.integrals.modes import Expansion, Problem, White, taken
 from fedtorch.models.quadrature import QuadratureRule
 
-_BLOCKS = 2  # as many linear predictors at a time as caches hold
-_FEW = (1, 2, 3)  # coordinates of a rule of which the nodes are evaluated by fourth derivatives where that is enough
-_MANY = 64  # responses of a client, trials each counted, from which on they may be
-_REST = 2e-3  # of a log likelihood, by the sixth derivatives, up to which it is
-_LOWEST = -0.7  # the least change of a row's information, as a share of it
-_MODE = 1.0  # Newton decrement, from which on no mode was found
-# By how much moments may differ from the normal approximation, of its sd or variance, and stay those of a rule about
-# its mode. Errors of random designs of one and two coordinates are then below 0.07 sds; by 0.6 they reach 0.11, by 0.4
-# 0.03, but more nodes of φ are integrated anew, most of little weight, and three coordinates take thrice as long.
+_BLOCKS = 2  # linear predictors at a time, to fit the cache
+# numbers of coordinates of a rule for which nodes are evaluated by fourth derivatives if these suffice
+_FEW = (1, 2, 3)
+_MANY = 64  # responses of a client, counting trials, above which they may be
+_REST = 2e-3  # tolerated sixth-order remainder of a log likelihood
+_LOWEST = -0.7  # least relative change of a row's information
+_MODE = 1.0  # Newton decrement above which no mode was found
+# Tolerated difference of moments from the normal approximation, in its sd or variance, for a rule about the mode.
+# Errors of random designs of one and two coordinates are then below 0.07 sds; with 0.6 they reach 0.11, with 0.4 0.03,
+# but more nodes of φ, most of little weight, are integrated again, and three coordinates take thrice as long.
 _NORMAL = 0.5
-# Variance of a row's predictor, from which on it is asked whether the row bends elsewhere. A row bends within some
-# four units of its predictor, and nodes of a rule are an sd apart. Of random designs with variances up to 1e5 all
-# limits from 25 to 400 have the same errors; by one of 1600 an edge is missed by 0.2 sds.
+# Variance of a row's predictor above which the row's bend away from the mode is checked. A row bends within some four
+# units of its predictor, and nodes of a rule are an sd apart. For random designs with variances up to 1e5 all limits
+# from 25 to 400 have the same errors; with 1600 an edge is missed by 0.2 sds.
 _WIDE = 400.0
-_AWAY = 2.0  # sds of it, where that is asked
-_BENT = 0.3  # of a row's slope in its predictor's sd, what the expansion about the mode does not foretell
+_AWAY = 2.0  # distance of that check, in sds
+_BENT = 0.3  # difference of a row's slope from the expansion about the mode, in the predictor's sd
 _FIRST = 25  # nodes from the mode outwards
-_PANELS, _POINTS = 10, 4  # then so many intervals with so many nodes each
-# Of a breakpoint's share, what a fall of the log density by one has. Of a normal density to 14 below its mode bends
-# have 2 · √28 = 10.6, and falls 7 more: where a tail is straight, as a count's, intervals fall by 7 at the most.
+_PANELS, _POINTS = 10, 4  # number of intervals, and nodes in each
+# Share of a breakpoint due to a fall of the log density by one. A normal density down to 14 below its mode has bends of
+# 2 · √28 = 10.6, and falls 7 more: in a straight tail, as of a count, intervals fall by at most 7.
 _FALLS = 0.25
-_DROP = 14.0  # of the log density, beyond which nothing is left: about 1e-6
+_DROP = 14.0  # fall of the log density below which about 1e-6 is left
 
 
 class Integral(NamedTuple):
@@ -75,13 +76,14 @@ def integral(
     """Integrate over u, whose last coordinates the rule is for; without one, by Laplace's method.
 
     Args:
-        problem: what the rows say.
+        problem: the rows' log likelihood.
         prior: of θ.
         rule: for some or all coordinates of u.
         exact: whether the rows are evaluated at every node, however many they are.
-        fewer: the rule for so many coordinates, with which nodes of φ are integrated anew where the corrected moments
-            are far from those of the normal approximation: along a direction by `slices`, and the rest given it so.
-        directions: how many, one given the other.
+        fewer: the rule for a given number of coordinates, by which nodes of φ are integrated again if the corrected
+            moments are far from those of the normal approximation: along a direction by `slices`, and the rest given it
+            so.
+        directions: their number, one given the other.
     """
     expansion = problem.mode(prior, exact=rule is None)
     parts = []
@@ -107,7 +109,7 @@ def _anew(
     fewer: Callable[[int], QuadratureRule],
     directions: int,
 ) -> Integral:
-    """Return the integral with rough nodes integrated along a direction."""
+    """Return the integral, with inaccurate nodes integrated along a direction."""
     clients = rough.any(1).nonzero()[:, 0]
     which = rough[clients].to(torch.int8).argsort(dim=1, descending=True, stable=True)
     which = which[:, : int(rough[clients].sum(1).amax())]
@@ -125,7 +127,7 @@ def _anew(
 
 
 class _Local(NamedTuple):
-    """The normal approximation u ~ N(û + CC'γ, CC') at some nodes, and where it comes from."""
+    """The normal approximation u ~ N(û + CC'γ, CC') at some nodes, and its origin."""
 
     problem: Problem
     prior: White
@@ -169,7 +171,7 @@ class _Local(NamedTuple):
         return log_likelihood(self.problem.family, self.problem.data, theta) - 0.5 * u.square().sum(-1)
 
     def expanded(self, nodes: Tensor, bends: tuple[Tensor, Tensor, Tensor], powers: Powers) -> Tensor:
-        """Return `log_joint` by its fourth derivatives, and as it is where rows are too few for that."""
+        """Return `log_joint` by its fourth derivatives, and exactly if there are too few rows for that."""
         last, data = nodes.shape[1], self.problem.data
         second, third, fourth = bends
         columns = self.whole[..., self.half.shape[-1] - last :]
@@ -237,7 +239,7 @@ class _Local(NamedTuple):
         return bool((longest * self.whole.square().sum((-2, -1)) > _WIDE).any())
 
     def bent(self, spread: Tensor) -> Tensor:
-        """Return by how much rows' slopes differ from their expansion two sds away, given predictors' variances."""
+        """Return the differences of rows' slopes from their expansion two sds away, given predictors' variances."""
         problem = self.problem
         eta, step = problem.data.predictors(self.prior.at(self.at.u)), spread.clamp(min=0).sqrt()
         first, second = (part.clone() for part in problem.family.slopes(eta.clone()))
@@ -248,7 +250,7 @@ class _Local(NamedTuple):
         return problem.data.counted(beyond * step)
 
     def corrected(self, rule: QuadratureRule, exact: bool) -> tuple[Integral, Tensor]:
-        """Return the integral, and at which nodes `(K, R)` it is far from the normal approximation."""
+        """Return the integral, and the nodes `(K, R)` at which it is far from the normal approximation."""
         nodes, weights = rule.nodes.to(self.at.u), rule.weights.to(self.at.u)
         fixed = self.half.shape[-1] - nodes.shape[1]
         few, bends = nodes.shape[1] in _FEW, None
@@ -281,9 +283,9 @@ class _Local(NamedTuple):
         return Integral(evidence, mean, self.half @ covariance @ self.half.mT), rough
 
     def rough(self, mean: Tensor, covariance: Tensor, spread: Tensor | None) -> Tensor:
-        """Return where these moments of v are not nearly those of a standard normal density, `(K, R)`.
+        """Return whether these moments of v are far from those of a standard normal density, `(K, R)`.
 
-        Where predictors have a large variance, a row is looked at far from the mode, too: its edge may lie there.
+        If predictors have a large variance, a row is also checked far from the mode: its edge may lie there.
         """
         eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         near = (mean.abs() < _NORMAL).all(-1) & ((covariance - eye).abs() < _NORMAL).all((-2, -1))
@@ -293,7 +295,7 @@ class _Local(NamedTuple):
 
 
 class _Beside(NamedTuple):
-    """What is known of the fixed effects' coordinates of v, the first f, and what they change for the others."""
+    """The fixed effects' coordinates of v, the first f, and their influence on the others."""
 
     mean: Tensor  # (K, R, f)
     slope: Tensor  # (K, R, c) of the averaged log likelihood, beyond that at the middle
@@ -330,7 +332,7 @@ class _Beside(NamedTuple):
         gain = corner @ across
         beside = -gain @ covariance
         top = torch.cat([corner - beside @ gain.mT, beside], -1)
-        if problem.powers is not None:  # else these are of the same order, but need sums of too many products
+        if problem.powers is not None:  # otherwise these are of the same order, but need sums of too many products
             skew = cubic(problem.data.counted(self.third * 1.0) @ problem.powers[0], local.whole).mT
             top = top + 0.5 * (skew[..., :fixed, :] * twice(local.whole)) @ skew.mT
         beside = top[..., fixed:]
@@ -398,14 +400,15 @@ def mixture(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Return log ∫ N(t; 0, 1) p(t) dt, and mean and covariance of u, by nodes that lie where log p(t) bends.
 
-    Rows that all say yes, or all no, cut a side of the prior off. What is left has its mode near the edge and its mass
-    on a plateau as wide as the prior, of which nodes about the mode see little. So nodes go out from the mode at first,
-    farther and farther apart; then Gauss–Legendre nodes lie between breakpoints that have equal shares of
+    Rows that all have y = 1, or all y = 0, cut off one side of the prior. The rest has its mode near the edge and its
+    mass on a plateau as wide as the prior, of which nodes about the mode cover little. Nodes therefore first go out
+    from the mode, farther and farther apart; then Gauss–Legendre nodes lie between breakpoints that have equal shares
+    of
 
     .. math:: \int \sqrt{-\tfrac{d^2}{dt^2} \log p(t)}\, dt .
 
-    Between two breakpoints the logarithm then bends alike whether there is an edge or a plateau. As log p(t) falls by
-    half the square of the distance to the mode at least, it is known how far nodes must go.
+    Between two breakpoints the logarithm then bends equally for an edge and for a plateau. As log p(t) falls by at
+    least half the square of the distance to the mode, the necessary range of nodes is known.
 
     Args:
         log: t `(K, R, Q)` -> log p, and mean and covariance of u there, `(K, R, Q, e)` and `(K, R, Q, e, e)`.
@@ -414,7 +417,7 @@ def mixture(
     first = outward(mode, sd)
     nodes, weights = placed(first, log(first)[0] - 0.5 * first.square())
     value, mean, covariance = log(nodes)
-    known = value.isfinite()  # elsewhere, far from all that the prior and the rows allow for, no mode was found
+    known = value.isfinite()  # elsewhere, far from the prior and the rows, no mode was found
     joint = (value - 0.5 * nodes.square() + weights).where(known, -torch.inf)
     mean, covariance = mean.where(known[..., None], 0.0), covariance.where(known[..., None, None], 0.0)
     evidence = joint.logsumexp(-1) - 0.5 * math.log(2 * math.pi)

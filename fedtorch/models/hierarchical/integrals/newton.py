@@ -1,10 +1,10 @@
-"""Newton's method on many small problems at once, with damping where a second-order expansion is not to be trusted.
+"""Newton's method on many small problems at once, with damping where a second-order expansion is unreliable.
 
-A step solves (H + λ ν D) s = g, D the greatest diagonals of |H| so far, so that units do not matter, and ν the least
-absolute eigenvalue of H in the units of D, so that λ = 1 halves the longest part of a step. Where H is indefinite or λ
-is not 0, these eigenvalues are taken absolutely. λ is 0 until a step makes the objective greater; then it grows, and
-shrinks again where the expansion foretells what is gained. Each trial is evaluated with its derivatives, since most
-are taken, and problems that are solved are left out of further evaluations.
+A step solves (H + λ ν D) s = g, with D the greatest diagonals of |H| so far, so that units do not matter, and ν the
+least absolute eigenvalue of H in the units of D, so that λ = 1 halves the longest part of a step. If H is indefinite or
+λ is not 0, absolute eigenvalues are used. λ is 0 until a step increases the objective; then it grows, and shrinks again
+when the expansion predicts the gain. Each trial is evaluated with its derivatives, since most are accepted, and solved
+problems are left out of further evaluations.
 
 Source: Moré (1978), "The Levenberg–Marquardt algorithm: implementation and theory"; Dauphin et al. (2014), "Identifying
 and attacking the saddle point problem in high-dimensional non-convex optimization".
@@ -22,12 +22,12 @@ from torch import Tensor
 from fedtorch import linalg, tree
 
 TRIALS = 200  # evaluations at most
-_FIRST, _GROWTH, _MOST = 1.0, 4.0, 1e9  # λ after a bad step, its factor after another, and where there is no way on
+_FIRST, _GROWTH, _MOST = 1.0, 4.0, 1e9  # λ after a bad step, its factor after another, and its limit
 _GOOD, _POOR = 0.75, 0.1  # shares of the foretold gain above which λ shrinks, below which it grows
 _SMALL = 0.05  # λ that counts as none
-_SADDLE = 1e-3  # of the greatest absolute eigenvalue, the least one taken
-_NEAR = 1e-12  # a foretold gain, relative to the objective, from which a step is taken without asking for one
-_ENOUGH = 4  # such steps
+_SADDLE = 1e-3  # least absolute eigenvalue used, relative to the greatest
+_NEAR = 1e-12  # predicted relative gain below which a step is taken without a test
+_ENOUGH = 4  # most such steps
 _STILL = 1e-18  # Newton decrement, of the least point
 
 Objective = Callable[[Tensor], Tensor]  # (K, p) -> (K,), each from its own row
@@ -35,7 +35,7 @@ Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Least(NamedTuple):
-    """Where objectives are least."""
+    """The minima of the objectives."""
 
     at: Tensor  # (K, p)
     curvature: Tensor  # (K, p, p) the second derivatives
@@ -51,19 +51,19 @@ def minimised(
     still: float = 0.0,
     trials: int = TRIALS,
 ) -> Least:
-    """Return Newton's method on `K` problems at once: where each is least.
+    """Minimise `K` problems at once by Newton's method.
 
     Args:
         objective: `(K, p)` -> `(K,)`, each from its own row.
         start: `(K, p)`.
-        metric: `(K, p, p)` positive definite, of which units are where the second derivatives tell none.
+        metric: `(K, p, p)` positive definite, the units in directions without second derivatives.
         derivatives: of the objective: value `(K,)`, gradient `(K, p)` and second derivatives `(K, p, p)`; default: by
             automatic differentiation.
         only: (indices `(M,)`) -> the objective of these problems, `(M, p)` -> `(M,)`; with it, and without
-            `derivatives`, problems that are solved are left out once they are a quarter of those left or more.
-        still: the length of a step, in units of the curvature's inverse root, that ends the search: it is taken, with
-            its value as foretold, and the curvature before it; 0 for one that is rounding.
-        trials: evaluations, at most, of which problems that are not solved stay where they are.
+            `derivatives`, solved problems are left out once they are a quarter of the remaining ones or more.
+        still: length of a step, in units of the curvature's inverse root, that ends the search: it is taken, with its
+            predicted value, and the curvature before it; 0 for rounding.
+        trials: most evaluations; unsolved problems then stay at their present points.
 
     >>> import torch
     >>> goal = torch.tensor([[1.0, 5.0], [0.0, -3.0]]).double()
@@ -102,7 +102,7 @@ def minimised(
 
 
 class _State(NamedTuple):
-    """Where the search is, for the problems that are looked at."""
+    """State of the search, for the problems still in it."""
 
     at: Tensor  # (M, p)
     value: Tensor  # (M,)
@@ -122,10 +122,10 @@ class _State(NamedTuple):
         return _State(at, value, gradient, curvature, scale, torch.zeros_like(value), never.long(), never)
 
     def after(self, trial: Tensor, derivatives: tuple[Tensor, Tensor, Tensor], gain: Tensor) -> _State:
-        """Return the state after the evaluation of a step that foretells a gain."""
+        """Return the state after the evaluation of a step with a predicted gain."""
         value, gradient, curvature = derivatives
         fine = value.isfinite() & gradient.isfinite().all(1) & curvature.isfinite().all((1, 2))
-        near = gain <= _NEAR * (1 + self.value.abs())  # values tell rounding from here on
+        near = gain <= _NEAR * (1 + self.value.abs())  # values contain rounding from here on
         good = fine & ((value <= self.value) | near) & ~self.done
         share = torch.where(near, 1.0, (self.value - value) / gain)
         less = torch.where(self.damping > _SMALL, self.damping / _GROWTH, 0.0)
@@ -139,7 +139,7 @@ class _State(NamedTuple):
 
 
 def _step(state: _State, still: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return steps, what they gain by the expansion, and whether they end the search: Newton's own, and short."""
+    """Return steps, their predicted gains, and whether they end the search: Newton's own, and short."""
     factor, info = torch.linalg.cholesky_ex(state.curvature)
     bad, damping = info != 0, state.damping
     step = torch.cholesky_solve(state.gradient[..., None], factor)[..., 0]

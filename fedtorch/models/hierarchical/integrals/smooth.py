@@ -1,7 +1,7 @@
 r"""Integrals of any smooth density about its mode, and devices whose rows have any smooth log likelihood.
 
-A row's log likelihood is a function of its predictor η = x'θ + offset and of a variance v = |R'θ|², where some columns
-are missing, with derivatives in both: of rows with missing cells (`missing_cells`), which generalised linear models
+A row's log likelihood is a function of its predictor η = x'θ + offset and, with missing columns, of a variance v =
+|R'θ|², with derivatives in both: for rows with missing cells (`missing_cells`), which generalised linear models
 (`integrals.exponential`) do not cover.
 """
 
@@ -24,7 +24,7 @@ from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.tree import Tree
 
 _NOWHERE = -1e30  # log density
-_AT_ONCE = 2**18  # rows at nodes that are evaluated together
+_AT_ONCE = 2**18  # rows times nodes that are evaluated together
 
 
 class Integrated(NamedTuple):
@@ -44,18 +44,18 @@ class Search(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """A row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None where there is no v."""
+    """A row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None without v."""
 
     value: Tensor
     first: Tensor
     second: Tensor
     spread: Tensor | None = None  # in v
     across: Tensor | None = None  # in η and v
-    spreads: Tensor | None = None  # in v twice
+    spreads: Tensor | None = None  # twice in v
 
 
 class Rows(NamedTuple):
-    """Terms of the predictors and of their variances, zero where there is no row."""
+    """Terms of the predictors and of their variances, zero on padding."""
 
     x: Tensor  # (K, N, d)
     offset: Tensor  # (K, N)
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
         return theta @ self.x.mT + self.offset[:, None], inner
 
 
-# (rows' η, v, what is given at the nodes, whether with derivatives) -> `Slopes`, of which only `value` otherwise
+# (rows' η, v, inputs given at the nodes, whether with derivatives) -> `Slopes`, with only `value` otherwise
 Density = Callable[[Tensor, Tensor, Any, bool], Slopes]
 
 
@@ -91,16 +91,16 @@ def integrated(
     """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ.
 
     Args:
-        log_joint: (θ `(K, R, d)`, what is given there) -> `(K, R)`.
-        given: what differs by node, `(K, R, ...)`.
+        log_joint: (θ `(K, R, d)`, inputs given there) -> `(K, R)`.
+        given: inputs that differ by node, `(K, R, ...)`.
         size: d.
         rule: over θ, or over the last of its coordinates, given which the others are integrated by Laplace's method;
             None for Laplace's method over all.
         slopes: of log_joint: value, gradient `(K, R, d)`, minus second derivatives `(K, R, d, d)`; default: by
             automatic differentiation.
-        rows: of a client, by which the rule's nodes are taken some at a time.
-        only: (indices `(M,)` of the K · R) -> log_joint there, θ `(M, d)` -> `(M,)`; with it the search for modes goes
-            on without those that are found.
+        rows: of a client, which determine the chunks of the rule's nodes.
+        only: (indices `(M,)` of the K · R) -> log_joint there, θ `(M, d)` -> `(M,)`; with it the search for modes
+            continues without those found.
         search: for modes; default: from zeros, to rounding.
 
     >>> import torch
@@ -172,7 +172,7 @@ def _at_nodes(
     """
     (clients, count), size = tree.leaves(given)[0].shape[:2], mode.shape[1]
     nodes, weights = rule.nodes.to(mode), rule.weights.to(mode)
-    rest = size - nodes.shape[1]  # coordinates that are taken as normal given the last ones, at every node
+    rest = size - nodes.shape[1]  # coordinates treated as normal given the last ones, at every node
     nodes = torch.nn.functional.pad(nodes, (rest, 0))
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for part in nodes.split(max(1, _AT_ONCE // max(1, clients * count * rows))):
@@ -196,7 +196,7 @@ def _at_nodes(
 
 
 def _beside(at: tuple[Tensor, Tensor, Tensor], half: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log of the integral, mean and covariance of the first coordinates of v, zero at nodes, given the last.
+    """Return the log integral, mean and covariance of the first coordinates of v, zero at nodes, given the last.
 
     Args:
         at: log_joint, gradient and minus the second derivatives in θ, `(K, R Q, ...)`.
@@ -223,13 +223,13 @@ def conditional(
     rule: QuadratureRule | None,
     place: Tensor | None = None,
 ) -> Conditional:
-    """Return what rows say of θ ~ N(mean `(K, R, d)`, covariance `(K, R, d, d)`).
+    """Return the conditional of the rows for θ ~ N(mean `(K, R, d)`, covariance `(K, R, d, d)`).
 
     Args:
         density: of a row.
         rows: of the clients.
         mean, covariance: of θ before the rows.
-        given: what else differs by node, `(K, R, ...)`.
+        given: other inputs that differ by node, `(K, R, ...)`.
         rule: over θ about its mode; None for Laplace's method.
         place: numbers of the coordinates that `covariance` `(K, R, e, e)` is of, where others are known.
     """

@@ -1,15 +1,15 @@
 """Costs of releases: ε of rounds with noise, the noise for an ε, the rounds for an ε.
 
-Accounts are privacy-loss distributions (Google's `dp-accounting`, rounded against us), and closed forms where Gaussian
-sums are not sampled. Noise is in units of the sensitivity: the standard deviation of a Gaussian divided by the largest
-Euclidean norm with which one unit enters the sum, or the scale of a Laplace by the largest sum of absolute values.
-Neighbours differ in one unit (a client, an example) that takes part or leaves the sum with zeros; for replaced units
-halve the noise. A `sampling_rate` below one says that every round draws each unit independently, in secret: for who
-can compute the draws, the rate is one.
+Accounts are privacy-loss distributions (Google's `dp-accounting`, rounded pessimistically), and closed forms for
+Gaussian sums without sampling. Noise is in units of the sensitivity: the standard deviation of a Gaussian divided by
+the largest Euclidean norm with which one unit enters the sum, or the scale of a Laplace by the largest sum of absolute
+values. Neighbours differ in one unit (a client, an example) that takes part or contributes zeros; for replaced units
+halve the noise. A `sampling_rate` below one means that every round draws each unit independently, in secret: against an
+adversary who can compute the draws, the rate is one.
 
-Where a batch with more units than fit is cut, the release is that of the whole batch but for a probability τ. All of
-them together, with η = Σ τ, then are (ε, δ + (1 + e^ε) η)-private where whole ones are (ε, δ)-private (Chua et al.
-2024, "Scalable DP-SGD: shuffling vs. Poisson subsampling", section 3); ε is found so that this is the δ asked for.
+If batches with too many units are cut, the release is that of the whole batch except with a probability τ. All of them
+together, with η = Σ τ, are then (ε, δ + (1 + e^ε) η)-private if whole ones are (ε, δ)-private (Chua et al. 2024,
+"Scalable DP-SGD: shuffling vs. Poisson subsampling", section 3); ε is chosen so that this is the requested δ.
 
 >>> from fedtorch.trust import privacy
 >>> round(privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=1e-5), 3)
@@ -36,18 +36,18 @@ from fedtorch.trust.privacy.accounting.renyi import ORDERS, best_epsilon, renyi_
 from fedtorch.trust.privacy.noise import LossCurve, Mechanism, gaussian, laplace
 
 _LOG = logging.getLogger(__name__)
-_INTERVAL = 1e-4  # of the grid of privacy losses, coarser where the losses of little noise are large
+_INTERVAL = 1e-4  # grid of privacy losses, coarser if little noise makes the losses large
 FINE, COARSE, ROUGH = 1_000_000, 20_000, 5_000  # cells of the grid
 _EXPONENT = 700.0  # beyond which e^x has no number
 _COARSEST = 100.0  # interval, of whose exponential the distributions are made
 _LARGEST = 1e6  # losses, beyond which an account is not worth keeping
-_CLOSE = 1e-6  # by which ε is rounded up where batches may be cut
-_PRECISION = 1e-3  # to which `noise_for` finds the least noise, from above
+_CLOSE = 1e-6  # by which ε is rounded up if batches may be cut
+_PRECISION = 1e-3  # relative precision of the least noise in `noise_for`, from above
 _MOST = 8_000_000  # cells of composed losses, which take a second or two
-_SOON, _ROUGHLY = _MOST // 4, 100_000  # those of the few that `noise_for` computes finely, and of the others
-_SPARSE = 10  # compositions, of which few losses are worth being kept one by one
-_ROUGH_TURNS = 8  # of `noise_for`, after which all is decided finely
-_TAIL = math.log(2e15)  # of the probability of losses that are left out of a composition
+_SOON, _ROUGHLY = _MOST // 4, 100_000  # cells for the few fine and the many rough computations of `noise_for`
+_SPARSE = 10  # compositions up to which sparse losses are stored one by one
+_ROUGH_TURNS = 8  # rough steps of `noise_for`, after which all are fine
+_TAIL = math.log(2e15)  # logarithm of the probability of losses that a composition leaves out
 _WHOLE_ORDERS = tuple(int(order) for order in ORDERS if order == int(order))
 
 
@@ -67,10 +67,10 @@ class UpperBound(float):
 
 
 class Release(NamedTuple):
-    """Describe a noised sum that somebody saw."""
+    """A released noised sum."""
 
     noise: float  # in units of the sensitivity
-    sampling_rate: float = 1.0  # with which each unit took part
+    sampling_rate: float = 1.0  # probability of each unit's participation
     mechanism: Mechanism = gaussian
     excess: float = 0.0  # τ, at most the probability that not all units that were drawn took part
 
@@ -86,8 +86,8 @@ def epsilon(
     Args:
         noise: of each release, in units of the sensitivity.
         delta: between 0 and 1, below one over the number of units.
-        rounds: of releases of one noise.
-        sampling_rate: with which every round draws each unit, independently and in secret.
+        rounds: number of releases.
+        sampling_rate: probability with which every round draws each unit, independently and in secret.
         mechanism: `gaussian` or `laplace`.
 
     Raises:
@@ -110,13 +110,13 @@ def _warned(what: str, value: float) -> float:
 
 
 def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE, most: int = _MOST) -> float:
-    """Return the ε of all releases together, each as often as given; 0 of none.
+    """Return the ε of all releases together, with their counts; 0 for none.
 
     Args:
         releases: of any kinds.
         delta: between 0 and 1.
-        cells: at most about so many for the losses of a sampled release; with `COARSE`, which ledgers take, it is found
-            ten times sooner, and is larger by some 0.02 %.
+        cells: approximate number of cells for the losses of a sampled release; `COARSE`, used by ledgers, is ten times
+            faster, and gives values larger by some 0.02 %.
         most: cells of the composed losses, beyond which their grid is coarser and ε an `UpperBound`.
 
     Example:
@@ -139,7 +139,7 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE, most
     if not excess:
         return kind(curve(delta))
     bound, least = -1.0, 0.0
-    while least > bound:  # from below, so that it ends at the least that will do
+    while least > bound:  # from below, so that it ends at the least sufficient value
         bound = least * (1 + _CLOSE) + _CLOSE
         left = delta - (1 + math.exp(min(bound, 700.0))) * excess
         least = curve(left) if left > 0 else math.inf
@@ -149,7 +149,7 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE, most
 
 
 def _curve(releases: Mapping[Release, int], cells: int, most: int) -> tuple[Callable[[float], float], bool]:
-    """Return δ -> ε of releases whose batches are whole, and whether it is tight."""
+    """Return the function δ -> ε of releases with whole batches, and whether it is tight."""
     if not releases:
         return lambda delta: 0.0, True
     if all(release.sampling_rate == 1 and release.mechanism is gaussian for release in releases):
@@ -164,7 +164,7 @@ def pld_epsilon(releases: Mapping[Release, int], delta: float) -> float:
 
 
 def _pld_curve(releases: Mapping[Release, int], cells: int, most: int) -> tuple[Callable[[float], float], bool]:
-    """Return δ -> ε of privacy-loss distributions, and whether their grid is as fine as `cells` says.
+    """Return the function δ -> ε of privacy-loss distributions, and whether their grid is as fine as requested.
 
     How many cells a composition has is known beforehand by Chernoff's bound, from the losses on a rough grid.
     """
@@ -189,10 +189,10 @@ def _composed(releases: Mapping[Release, int], interval: float) -> Callable[[flo
 
     Of releases without sampling both ways are alike.
     """
-    ways: list[Any] = []  # a unit leaves, a unit comes
+    ways: list[Any] = []  # a unit leaves, a unit joins
     for release, count in releases.items():
         parts = _losses(release, interval)
-        if count > _SPARSE or len(releases) > 1:  # asked of a sparse one, the library raises its size to this power
+        if count > _SPARSE or len(releases) > 1:  # for a sparse one, the library raises its size to this power
             parts = [part.to_dense_pmf() for part in parts]
         parts = [part.self_compose(count) for part in parts]
         parts = parts if len(parts) == 2 or len(ways) != 2 else parts * 2
@@ -215,7 +215,7 @@ def _epsilon_at(way: Any, delta: float) -> float:
 
 
 def _composed_width(releases: Mapping[Release, int], interval: float) -> float:
-    """Return between which losses compositions lie but for a tail, or how wide single losses are, whatever is more.
+    """Return the range of a composition's losses up to a tail, or of single losses, whichever is larger.
 
     Both ways in which neighbours differ count, as well as the single losses, which take a few times as long as others.
     """
@@ -239,7 +239,9 @@ def _masses(deltas: np.ndarray, interval: float) -> np.ndarray:
 
 
 def _closed_bound(releases: Mapping[Release, int]) -> Callable[[float], float]:
-    """Return δ -> ε of Rényi divergences, or of whole batches, whatever is less; Laplace noise has ε alone."""
+    """Return the function δ -> ε of Rényi divergences, or of whole batches, whichever is less; Laplace noise has ε
+    alone.
+    """
     pure = 0.0
     for release, count in releases.items():
         if release.mechanism is not gaussian:  # log(1 + q (e^{1/b} − 1)), without overflow
@@ -261,7 +263,7 @@ def noise_for(
 ) -> float:
     """Find the least noise, to 0.1 % from above, with which `rounds` releases are (ε, δ)-private.
 
-    Where tight ε would take too long, bounds on ε give an `UpperBound`; see `epsilon`.
+    If tight ε would take too long, bounds on ε give an `UpperBound`; see `epsilon`.
 
     Raises:
         ValueError: an ε that is not positive, or δ, rounds or rate out of range.
@@ -305,7 +307,7 @@ def _bracket(enough: Callable[[float], bool]) -> tuple[float, float]:
 def rounds_for(
     *, epsilon: float, noise: float, delta: float, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> int:
-    """Return how many releases with this noise stay (ε, δ)-private; 0 where the first would not.
+    """Return how many releases with this noise stay (ε, δ)-private; 0 if the first does not.
 
     Raises:
         ValueError: an ε that is not positive, or noise, δ or rate out of range.
@@ -342,7 +344,7 @@ def _curves(release: Release, interval: float) -> list[LossCurve]:
 
 @lru_cache(maxsize=8)
 def _losses(release: Release, interval: float) -> list[Any]:
-    """Return the privacy-loss distributions of one release, of a unit that leaves and, if others, one that comes."""
+    """Return the privacy-loss distributions of one release, for a unit that leaves and, if different, one joining."""
     pmf = _library().pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap
     each = _curves(release, interval)
     return [pmf(interval, lowest, lowest + len(deltas) - 1, deltas) for lowest, deltas in each]

@@ -93,7 +93,7 @@ def composed_noise(releases: Iterable[tuple[float, int]]) -> float:
 
 
 def _crossing(increasing: Callable[[float], float]) -> float:
-    """Find where a function that is not positive at 0 becomes so."""
+    """Find the zero at which a function becomes positive, from a value at 0 that is not."""
     high = 1.0
     while increasing(high) < 0:
         high *= 2

@@ -1,16 +1,16 @@
-r"""Audits: what somebody can find out who runs a mechanism often on two neighbouring data sets.
+r"""Audits: empirical lower bounds on ε from many runs of a mechanism on two neighbouring data sets.
 
-Whoever tells the runs with a canary from those without, by a region T of what was released, errs in one way with
-probability P(D → D') and in the other with P(D' → D). An (ε, δ)-private mechanism keeps
+A test that distinguishes runs with a canary from those without, by a region T of the releases, errs in one way with
+probability P(D → D') and in the other with P(D' → D). For an (ε, δ)-private mechanism
 
 .. math:: e^\varepsilon P_{D \to D'} + P_{D' \to D} \ge 1 - \delta \qquad (9.5),
 
-so that counts of hits and false alarms bound its ε from below, whatever it claims:
+so counts of hits and false alarms bound its ε from below, whatever it claims:
 
 .. math:: \varepsilon \ge \log \frac{P(A(D) \in T) - \delta}{P(A(D') \in T)},
 
-each probability at its end of a Clopper–Pearson interval, both holding together with the stated confidence. The region
-is chosen on other runs than those that are counted. No audit proves privacy; one above the claim disproves it.
+each probability is at its end of a Clopper–Pearson interval, both holding together with the stated confidence. The
+region is chosen on other runs than the counted ones. No audit proves privacy; one above the claim disproves it.
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.2, and "How to be sure?" of section 9.3;
 Jagielski, Ullman and Oprea (2020), "Auditing differentially private machine learning"; Nasr et al. (2021), "Adversary
@@ -40,17 +40,17 @@ from fedtorch.federation.runs.run import run as go
 from fedtorch.progress import tracked
 from fedtorch.trust.privacy._checks import check_delta
 
-Score = Callable[[Tensor], Tensor]  # what was released (R, D) -> (R,), large with the canary
-_CANARY = 1e3  # times any clip that leaves the others visible
-_CHOICES = 200  # thresholds among which one is chosen
+Score = Callable[[Tensor], Tensor]  # releases (R, D) -> (R,), large with the canary
+_CANARY = 1e3  # in units of any clip that leaves the other rows visible
+_CHOICES = 200  # thresholds to choose from
 
 
 class Region(NamedTuple):
-    """Scores that speak for one of two neighbours; see `Audit`."""
+    """A region of scores that indicates one of two neighbours; see `Audit`."""
 
     threshold: float
-    above: bool  # whether it is the scores above the threshold
-    canary: bool  # whether it speaks for the runs with the canary
+    above: bool  # whether it contains the scores above the threshold
+    canary: bool  # whether it indicates the runs with the canary
 
 
 class Audit(NamedTuple):
@@ -66,9 +66,9 @@ class Audit(NamedTuple):
         True
     """
 
-    epsilon: float  # at least so large, with the confidence; 0 if nothing was found
-    hits: int  # runs in the region, of the neighbour that it speaks for
-    false_alarms: int  # of the other
+    epsilon: float  # lower bound with this confidence; 0 if nothing was found
+    hits: int  # runs in the region, of the neighbour that it indicates
+    false_alarms: int  # runs in the region, of the other neighbour
     runs: int  # counted of either
     region: Region
     delta: float
@@ -94,7 +94,7 @@ def audit(
     confidence: float = 0.95,
     score: Score | None = None,
 ) -> Audit:
-    """Audit a solver that claims to protect rows, with a canary whose gradient is as bad as can be.
+    """Audit a solver that claims to protect rows, with a worst-case canary gradient.
 
     One client is one run: with the canary, a row whose gradient is a thousand in the first direction, or with a row of
     zero gradient in its place; all others have gradients of zero. The runs go through `ft.run`, stacked.
@@ -103,13 +103,13 @@ def audit(
         solver: `(module, loss=, optimizer=) -> LocalSolver`, such as
             `functools.partial(privacy.example_level, clip=1.0, noise=3.73, sampling_rate=1.0, steps=1, delta=1e-5)`.
         runs: counted of either neighbour.
-        choosing: of either, on which the region, and without a score the attack, is chosen.
+        choosing: runs of either kind that choose the region, and without a score the attack.
         rounds: of each run.
         rows: of each client.
         width: parameters of the model.
         block: clients at once.
-        confidence: of the bound.
-        score: of what a run has released `(R, width)`; default: the first direction, which the canary moves.
+        confidence: confidence of the bound.
+        score: of a run's releases `(R, width)`; default: the first direction, which the canary moves.
 
     Returns:
         The bound, at the δ that the solver claims.
@@ -157,16 +157,16 @@ def audit_outputs(
     confidence: float = 0.95,
     score: Score | None = None,
 ) -> Audit:
-    """Audit any mechanism by what it has released on two neighbouring data sets.
+    """Audit any mechanism by its releases on two neighbouring data sets.
 
     Args:
         inside: `(R, D)` released with the canary, a row a run.
         outside: `(R, D)` without.
         delta: the δ that is claimed.
-        choosing: the first so many runs of either choose the region, and without a score learn the attack; the others
-            are counted.
-        confidence: of the bound.
-        score: of what was released; default: `learnt_attack`, which knows nothing of the mechanism.
+        choosing: number of first runs of either kind that choose the region, and without a score train the attack; the
+            others are counted.
+        confidence: confidence of the bound.
+        score: of the releases; default: `learnt_attack`, which needs no knowledge of the mechanism.
 
     Raises:
         ValueError: too few runs, δ or the confidence out of range.
@@ -194,14 +194,14 @@ def audit_outputs(
 def learnt_attack(
     inside: Tensor, outside: Tensor, ridge: float = 1e-6, features: Callable[[Tensor], Tensor] = identity
 ) -> Score:
-    """Learn a score from runs of known neighbours: Fisher's linear discriminant of what was released.
+    """Learn a score from runs of known neighbours: Fisher's linear discriminant of the releases.
 
     Args:
         inside: `(R, D)` released with the canary.
         outside: `(R, D)` without.
         ridge: of the covariance, relative to its diagonal.
-        features: of what was released `(R, D)`, `(R, F)`; with squares and products, a canary that only changes how far
-            numbers spread is found, too.
+        features: of the releases `(R, D)`, `(R, F)`; squares and products also detect a canary that only changes the
+            spread.
 
     Example:
         >>> import torch
@@ -269,7 +269,7 @@ def _bound(hits: int, false_alarms: int, runs: int, delta: float, confidence: fl
 
 
 def _linear(width: int) -> nn.Module:
-    """Return a linear model at zero, whose gradient is what it is fed."""
+    """Return a linear model at zero, whose gradient is its input."""
     module = nn.Linear(width, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(module.weight)
     return module

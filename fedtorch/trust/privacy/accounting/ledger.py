@@ -1,15 +1,16 @@
-"""A ledger: what has been released about some people, in memory and in a file of its own that only grows.
+"""A ledger: releases about a group of people, in memory and in an append-only file.
 
-A file is a `fedtorch.chained_log` with an entry for the claim and one for every round that began, written and forced to
-the disk before anything of the round is computed; each holds the hash of the one before, so that none in between goes
-missing. Several runs on the same people share a file, one after the other or at once, and what they release adds up.
-Going back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head`
-beside the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line
-that is not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
+A file is a `fedtorch.chained_log` with an entry for the claim and one for every round that began, written and flushed
+to disk before any computation of the round; each entry has the hash of the previous one, so that no entry in between
+can go missing. Several runs on the same people share a file, one after the other or at once, and their releases add up.
+Returning to an earlier checkpoint spends again and refunds nothing. If a checkpoint, or the file `LEDGER.head` beside
+the ledger, has entries that the ledger lacks, an error is raised: without the ledger the releases are unknown. An
+incomplete last line, as after a kill or on a full disk, belongs to a round that never began, and is moved to
+`LEDGER.partial`.
 
-What a ledger claims is said when it is begun. Secret sampling amplifies privacy only against somebody who does not know
-who was asked (`UNSEEN`). A ledger whose claim excludes such a person counts rounds with everybody and sampled rounds as
-they are, together; in one whose claim does not, a sampled round counts like one in which everybody takes part.
+A ledger's claim is fixed when it is created. Secret sampling amplifies privacy only against an adversary who does not
+know the cohort (`UNSEEN`). A ledger whose claim excludes such knowledge counts rounds with all clients and sampled
+rounds as they are, together; otherwise a sampled round counts like one with all clients.
 
 >>> from fedtorch.trust.privacy.accounting.accountant import Release
 >>> from fedtorch.trust.privacy.accounting.ledger import Claim, Ledger
@@ -37,18 +38,18 @@ from fedtorch.trust.privacy.accounting.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.noise import MECHANISMS
 
 SYSTEM = "of the operating system"
-UNSEEN = ", and nobody who knows which clients were asked"  # the end of an adversary's description
+UNSEEN = ", and nobody who knows which clients were asked"  # end of an adversary's description
 NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it can subtract it"
 _LOG = logging.getLogger(__name__)
 
 
 class Claim(NamedTuple):
-    """What is protected, and from whom."""
+    """The claim: who is protected, and from whom."""
 
     unit: str  # "client", "example"
-    adjacency: str  # in what two neighbouring federations differ
-    adversary: str  # whoever sees what, and what they are taken not to see
-    entropy: str  # where the noise comes from: `SYSTEM`, or `NO_GUARANTEE` of a seed
+    adjacency: str  # difference of two neighbouring federations
+    adversary: str  # what the adversary sees, and does not see
+    entropy: str  # source of the noise: `SYSTEM`, or `NO_GUARANTEE` of a seed
 
 
 class Ledger:
@@ -57,15 +58,15 @@ class Ledger:
     Args:
         path: of the file; None keeps the ledger in memory, so that a checkpoint cannot be resumed in another process
             unless the noise comes from a seed.
-        claim: what is protected.
+        claim: who is protected, and from whom.
         delta: the δ of all its ε.
         budget: the largest ε; None sets no bound.
 
     Attributes:
-        claim: that of the file, which may hold against somebody who knows more, or less, about who was asked.
+        claim: that of the file, whose adversary may know more, or less, about the cohorts.
         identity: 16 bytes that no other ledger has.
-        entries: how many rounds have begun.
-        releases: how often each kind of release was made.
+        entries: number of rounds that have begun.
+        releases: counts of each kind of release.
 
     Raises:
         ValueError: a budget or δ out of range, or a file that is damaged or of another claim or δ.
@@ -80,12 +81,12 @@ class Ledger:
         self.identity, self.entries = secrets.token_bytes(16), 0
         self.releases: Counter[Release] = Counter()
         self._digests: list[str] = []  # of the entries
-        self._unamplified = False  # who knows which clients were asked is an adversary of the file's claim
+        self._unamplified = False  # whether the claim's adversary knows which clients were asked
         self._known: dict[frozenset[tuple[Release, int]], float] = {}
         self._log = None if self.path is None else self._opened(self.path)
 
     def _opened(self, path: Path) -> ChainedLog:
-        """Return the log of the file, whose entries are taken in."""
+        """Open the log of the file, and read its entries."""
         _check_not_lost(path)
         _refuse_earlier_form(path)
         first = {"ledger": self.identity.hex(), "delta": self.delta, **self.claim._asdict()}
@@ -115,11 +116,11 @@ class Ledger:
         return self.budget is None or self.after(release, count) <= self.budget
 
     def spend(self, round: int, release: Release, count: int = 1) -> None:
-        """Write down a round with `count` releases that is about to begin.
+        """Record a round with `count` releases that is about to begin.
 
         Raises:
             RuntimeError: it would exceed the budget.
-            ValueError: the file is gone, or not what it was.
+            ValueError: the file is missing, or has been changed.
         """
         if self._log is None:
             self._check_budget(round, release, count)
@@ -141,18 +142,18 @@ class Ledger:
 
     @property
     def last(self) -> str:
-        """Return the digest of the last entry, "" where there is none or the ledger is in memory."""
+        """Return the digest of the last entry, "" if there is none or the ledger is in memory."""
         return self._digests[-1] if self._digests else ""
 
     def expect(self, identity: bytes, entries: int, release: Release, count: int, last: str = "") -> None:
-        """Check that all is here that a checkpoint knows of.
+        """Check that the ledger contains all entries known to a checkpoint.
 
         Args:
-            identity: of the ledger from which was spent.
-            entries: of it, at least.
-            release: what its rounds released; in memory and without a guarantee the entries are then made up.
-            count: how often in each round.
-            last: digest of the last of these entries, "" if it is not known.
+            identity: identity of the checkpoint's ledger.
+            entries: its least number of entries.
+            release: release of its rounds; in memory and without a guarantee the entries are recreated from it.
+            count: releases per round.
+            last: digest of the last of these entries, "" if unknown.
 
         Raises:
             ValueError: another ledger, or one with fewer entries or with others.
@@ -183,7 +184,7 @@ class Ledger:
         self._digests.append(digest)
 
     def _counted(self, release: Release) -> Release:
-        """Return a release as the claim's adversary sees it."""
+        """Return a release with the sampling rate that counts against the claim's adversary."""
         return release._replace(sampling_rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
@@ -193,7 +194,7 @@ class Ledger:
         return self._known[key]
 
     def _take(self, entry: Entry) -> None:
-        """Take in an entry of the file."""
+        """Read an entry of the file."""
         row = entry.content
         if entry.number == 1:
             self._begin(row)
@@ -202,7 +203,7 @@ class Ledger:
             self._count(release, row["releases"], entry.digest)
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Take in the line of the claim."""
+        """Read the entry of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
         adversaries = mine["adversary"], theirs["adversary"]
@@ -220,7 +221,7 @@ class Ledger:
 
 
 def _refuse_earlier_form(path: Path) -> None:
-    """Raise ValueError where a file is a ledger of a version before its entries were those of a chained log."""
+    """Raise ValueError if a file is a ledger of a version before chained logs."""
     if not path.exists():
         return
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -228,7 +229,7 @@ def _refuse_earlier_form(path: Path) -> None:
         first, last = json.loads(lines[0]), json.loads(lines[-1])
         earlier = "ledger" in first and "entry" not in first
     except (IndexError, TypeError, ValueError):
-        return  # which the log refuses, or mends
+        return  # which the log refuses, or repairs
     if earlier:
         raise ValueError(
             f"Expected a ledger of this version in {path}, but got one of an earlier version, which has spent epsilon "
@@ -240,15 +241,15 @@ def _refuse_earlier_form(path: Path) -> None:
 def _write_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
     """Write how many entries a ledger has, and the digest of the last one, into the file beside it.
 
-    It is written after every entry: a kill may leave the ledger one entry ahead of it, and never behind. Where both are
-    brought back together, as from a backup, only a later checkpoint of the run shows it, see `Ledger.expect`.
+    It is written after every entry: a kill may leave the ledger one entry ahead of it, and never behind. If both are
+    restored together, as from a backup, only a later checkpoint of the run reveals it, see `Ledger.expect`.
     """
     content = {"ledger": identity.hex(), "entries": len(digests), "last": digests[-1] if digests else ""}
     files.write_json(_head(ledger), content)
 
 
 def _check_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
-    """Raise ValueError unless the ledger has the entries that were noted; notes those of one that has no head."""
+    """Raise ValueError unless the ledger has the entries in its head file; create a missing head file."""
     head = _head(ledger)
     if not head.exists():
         if digests:
@@ -267,7 +268,7 @@ def _check_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
 
 
 def _check_entries(digests: Sequence[str], entries: int, last: str, where: str) -> None:
-    """Raise ValueError unless a ledger has so many entries, and this one at that place."""
+    """Raise ValueError unless a ledger has this many entries, and this digest at that position."""
     if len(digests) < entries:
         raise ValueError(
             f"Expected a ledger of at least {entries} rounds in {where}, but got one of {len(digests)}: it was cut, or "
@@ -283,7 +284,7 @@ def _check_entries(digests: Sequence[str], entries: int, last: str, where: str) 
 
 
 def _check_not_lost(ledger: Path) -> None:
-    """Raise ValueError where a ledger is not there that had entries."""
+    """Raise ValueError if a ledger with entries is missing."""
     head = _head(ledger)
     if not ledger.exists() and head.exists() and (known := files.read_json(head))["entries"]:
         raise ValueError(

@@ -5,10 +5,10 @@ Each unit takes part with probability q. At a whole order α ≥ 2 a release of 
 .. math:: \frac{1}{\alpha - 1} \log \sum_{k=0}^{\alpha} \binom{\alpha}{k} (1-q)^{\alpha-k} q^k
           \exp\frac{k^2 - k}{2\sigma^2},
 
-which is the α-th moment of 1 − q + q exp((2z − 1)/2σ²) for z ~ N(0, σ²), taken by quadrature at orders between. The
-divergences of rounds add up ((9.3)–(9.4) of the GTV book, the latter with the logarithm that (9.3) lacks), and
-order α with divergence ρ gives ε = ρ + log((α − 1)/α) − (log δ + log α)/(α − 1). Looser than the privacy-loss
-distributions of `epsilon`; an independent bound on them.
+which is the α-th moment of 1 − q + q exp((2z − 1)/2σ²) for z ~ N(0, σ²), by quadrature for fractional orders. The
+divergences of rounds add up ((9.3)–(9.4) of the GTV book, the latter with the logarithm that (9.3) lacks), and order α
+with divergence ρ gives ε = ρ + log((α − 1)/α) − (log δ + log α)/(α − 1). It is looser than the privacy-loss
+distributions of `epsilon`, and an independent bound on them.
 
 Sources: Mironov, Talwar and Zhang (2019), "Rényi differential privacy of the sampled Gaussian mechanism", section 3.3;
 Canonne, Kamath and Steinke (2020), "The discrete Gaussian for differential privacy", Proposition 12.
@@ -63,7 +63,7 @@ def _quadrature(noise: float, sampling_rate: float, order: float) -> float:
 
 
 def renyi_epsilon(noise: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0) -> float:
-    """Return an ε at which so many releases of a Gaussian sum, each unit sampled at this rate, are private.
+    """Return an ε for this many releases of a Gaussian sum, with each unit sampled at this rate.
 
     Raises:
         ValueError: noise, δ, rounds or rate out of range.
@@ -80,7 +80,7 @@ def renyi_epsilon(noise: float, delta: float, rounds: int = 1, sampling_rate: fl
 
 
 def best_epsilon(divergences: Sequence[tuple[float, float]], delta: float) -> float:
-    """Return the least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
+    """Return the least ε from (order, divergence) pairs, such as sums over mechanisms.
 
     >>> orders = (2, 4, 8)
     >>> both = [(order, renyi_divergence(3.0, 1.0, order) + renyi_divergence(4.0, 1.0, order)) for order in orders]

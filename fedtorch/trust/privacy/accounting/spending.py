@@ -1,4 +1,4 @@
-"""Spending of a budget: the ledger is written before a round, and noise is drawn once for it."""
+"""Privacy budgets in a run: the ledger is written before each round, and each round's noise is drawn once."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from fedtorch.trust.privacy.accounting.accountant import Release
 from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.noise import Uniforms
 
-_GRID = 20  # noised numbers are rounded to this many bits below the noise
+_GRID = 20  # bits of resolution below the noise's scale
 _NONE = bytes(16)
 
 
 class Spending:
-    """Keep the budget of an algorithm, see `fedtorch.federation.budget.Budget`, and draw its noise.
+    """The privacy budget of an algorithm (a `fedtorch.federation.budget.Budget`), and the source of its noise.
 
     Args:
-        ledger: where rounds are written down.
-        release: what is released in a round.
-        count: how often in each round.
-        entropy: where noise and cohorts come from.
-        check: (the run's cohort, number of clients) -> None; raises where the claim would not hold.
-        sampling_rate: with which clients are asked, each independently and in secret.
-        size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
-        quorum: of how many clients the noise is counted together; 1 for each one's own, None for a server's.
-        need: how messages have to be carried for the claim to hold.
+        ledger: records the rounds.
+        release: the mechanism applied in a round.
+        count: releases per round.
+        entropy: source of noise and cohorts.
+        check: (the run's cohort, number of clients) -> None; raises if the claim would not hold.
+        sampling_rate: probability with which each client is asked, independently and in secret.
+        size: number of clients in a uniformly drawn cohort, instead of a rate; None leaves the cohort to the run.
+        quorum: number of clients whose noise adds up to the claim; 1 if each client's own suffices, None for a
+            server's.
+        need: how messages must be transported for the claim to hold.
 
     Attributes:
-        expected: how many clients a round asks on average; known when a run has been made.
+        expected: mean number of clients asked in a round; set when a run is built.
     """
 
     def __init__(
@@ -58,22 +59,22 @@ class Spending:
         self._check, self._rate, self._size, self.expected = check, sampling_rate, size, 0.0
         self._clients = 0
         self._purpose: Purpose | None = None
-        self._turns: Tensor | None = None  # what the open round's clients draw with
+        self._turns: Tensor | None = None  # keys of the open round's clients
         self._begun = torch.zeros(0, dtype=torch.int64)
         self._drawn: set[tuple[str, bytes]] = set()
 
     @property
     def claim(self) -> Claim:
-        """Return what is protected, and from whom."""
+        """Return the claim: who is protected, and from whom."""
         return self.ledger.claim
 
     @property
     def lasting(self) -> bool:
-        """Return whether noise that nobody can compute is counted in a file; see `Budget.lasting`."""
+        """Return whether unpredictable noise is counted in a file; see `Budget.lasting`."""
         return self.ledger.path is not None and self.claim.entropy == SYSTEM
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Return clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
+        """Return the cohort to use: secretly sampled, of fixed size, or the run's; see `Budget.cohort`."""
         self._check(cohort, clients)
         self._clients = clients
         self.expected = self._rate * clients if self._size is None else float(self._size)
@@ -86,7 +87,7 @@ class Spending:
         return self.ledger.allows(self.release, self.count)
 
     def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
-        """Write a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
+        """Record a round in the ledger, which allows its noise to be drawn, once; see `Budget.spend`."""
         self._purpose = None
         self.ledger.spend(round, self.release, self.count)
         ids = torch.arange(self._clients) if asked is None else asked
@@ -95,14 +96,14 @@ class Spending:
         self._turns, self._begun = keys.cpu(), torch.zeros(0, dtype=torch.int64)
 
     def begin(self, keys: Tensor, purpose: int | None = None) -> None:
-        """Note that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
+        """Register that clients with keys `(K,)` start their work of the open round; each may do so once.
 
         Args:
-            keys: `(K,)` what the run has given them.
-            purpose: what they have folded into it since.
+            keys: `(K,)` given by the run.
+            purpose: number folded into the keys since.
 
         Raises:
-            RuntimeError: the keys are not those that the run has given its clients, or some have begun before.
+            RuntimeError: unknown keys, or clients that have started before.
         """
         if not len(keys):
             return
@@ -118,11 +119,11 @@ class Spending:
         self._begun = torch.cat([self._begun, keys])
 
     def planned(self, rounds: int) -> Counter[Release]:
-        """Return the releases of so many rounds."""
+        """Count the releases of a number of rounds."""
         return Counter({self.release: self.count * rounds})
 
     def join(self, others: Sequence[Budget], rounds: int) -> None:
-        """Have others spend from this one's ledger, under the smallest of their budgets; see `Budget.join`."""
+        """Let other budgets spend from this ledger, under the smallest budget of all; see `Budget.join`."""
         mine, releases = self.ledger, self.planned(rounds)
         for other in others:
             assert isinstance(other, Spending)
@@ -143,20 +144,20 @@ class Spending:
             )
 
     def report(self) -> dict[str, float]:
-        """Return `epsilon` and `delta` of all that the ledger knows."""
+        """Return `epsilon` and `delta` of all recorded releases."""
         return {"epsilon": self.ledger.epsilon, "delta": self.ledger.delta}
 
     def record(self, round: Any) -> None:
         """Do nothing: the ledger has been written before the round."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return which ledger, how many of its rounds have begun, and the digest of the last."""
+        """Return the ledger's identity, its number of started rounds, and the digest of the last entry."""
         identity = torch.tensor(list(self.ledger.identity), dtype=torch.uint8)
         last = torch.tensor(list(bytes.fromhex(self.ledger.last)), dtype=torch.uint8)
         return {"ledger": identity, "entries": torch.tensor(self.ledger.entries), "last": last}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Refuse a checkpoint of another ledger, or of one that has lost rounds."""
+        """Refuse a checkpoint of another ledger, or a ledger that lacks rounds of the checkpoint."""
         if "ledger" not in flat:
             raise ValueError("Expected a checkpoint of a run with a ledger, but got one of a run without")
         identity = bytes(flat["ledger"].tolist())
@@ -164,7 +165,7 @@ class Spending:
         self.ledger.expect(identity, int(flat["entries"]), self.release, self.count, last)
 
     def purpose(self, round: int, phase: str, roster: bytes) -> Purpose:
-        """Return the purpose of random numbers in the open attempt."""
+        """Return the purpose of random numbers in the current attempt."""
         run = self.ledger.identity if self.claim.entropy != NO_GUARANTEE else _NONE
         return Purpose(run, round, self.ledger.entries, phase, roster)
 
@@ -190,13 +191,13 @@ class Spending:
     def of_each(
         self, phase: str, keys: Tensor, count: int, draw: Callable[[Uniforms, int], Tensor] | None = None
     ) -> Tensor:
-        """Draw for the clients with these keys `(K,)`, each by itself, so that no company changes what one draws.
+        """Draw numbers for clients with keys `(K,)` one by one, so that a client's draw does not depend on the others.
 
         Args:
-            phase: of the open round.
-            keys: what the clients draw with.
-            count: D, of each client's numbers.
-            draw: (a source of uniform numbers, D) -> `(D,)`; default: noise of unit scale.
+            phase: phase of the open round.
+            keys: the clients' keys.
+            count: D, numbers per client.
+            draw: (source of uniform numbers, D) -> `(D,)`; default: noise of unit scale.
 
         Returns:
             `(K, D)` float64.
@@ -204,12 +205,12 @@ class Spending:
         drawn, draw = torch.zeros(len(keys), count, dtype=torch.float64), draw or self.release.mechanism.draw
         for row, key in zip(drawn, keys.tolist()):
             client = key.to_bytes(8, "big", signed=True)
-            purpose = self.open(phase, client)._replace(roster=client)  # and not of the round's other clients
+            purpose = self.open(phase, client)._replace(roster=client)  # independent of the round's other clients
             row.copy_(draw(partial(self.entropy.uniforms, purpose), count))
         return drawn
 
     def noised(self, phase: str, keys: Tensor, numbers: Tensor, scale: float) -> Tensor:
-        """Add noise of this scale to numbers `(K, D)` float64 of the clients with these keys `(K,)`, each its own."""
+        """Add independent noise of this scale to numbers `(K, D)` float64 of clients with keys `(K,)`."""
         if not len(keys):
             return numbers
         size = torch.tensor(scale).double()
@@ -220,7 +221,7 @@ class Spending:
 
 
 def secret_cohort(spending: Spending, sampling_rate: float, clients: int) -> Cohort:
-    """Draw each client independently with this probability from the entropy of `spending`, whatever the seed."""
+    """Build a cohort that includes each client independently, drawn from the entropy of `spending`, not the seed."""
 
     def draw(key: Tensor, round: int) -> Tensor:
         purpose = spending.purpose(int(key), "cohort", b"")
@@ -230,14 +231,14 @@ def secret_cohort(spending: Spending, sampling_rate: float, clients: int) -> Coh
 
 
 def one_process(cohort: Any, clients: int) -> None:
-    """Raise ValueError in one of several ranks."""
+    """Raise ValueError if there are several ranks."""
     ranks = torch.distributed
     if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
         raise ValueError("Expected a single process, but got several ranks: each would draw noise and write of its own")
 
 
 def check_delta_of(delta: float, units: str, cohort: Any, count: int) -> None:
-    """Raise ValueError where δ lets one of so many units be published, or there are several ranks."""
+    """Raise ValueError if δ ≥ 1/count, which lets a unit be published whole, or if there are several ranks."""
     if not delta < 1 / count:
         raise ValueError(
             f"Expected delta below one over the {count} {units}, but got {delta}: publishing one of them whole would "
@@ -247,10 +248,10 @@ def check_delta_of(delta: float, units: str, cohort: Any, count: int) -> None:
 
 
 def on_grid(noised: Tensor, scales: Tensor) -> Tensor:
-    """Round noised numbers to a power of two, some 2⁻²⁰ of their noise.
+    """Round noised numbers to a power of two, about 2⁻²⁰ of their noise.
 
-    The low bits of a sum with floating-point noise tell which value the noise was added to (Mironov 2012, "On
-    significance of the least significant bits for differential privacy"); these are rounded away.
+    The low bits of a floating-point sum reveal the value before noise was added (Mironov 2012, "On significance of the
+    least significant bits for differential privacy"), so they are rounded away.
     """
     grid = torch.exp2(scales.log2().floor() - _GRID)
     return (noised / grid).round() * grid

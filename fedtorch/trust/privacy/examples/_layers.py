@@ -1,18 +1,18 @@
-r"""Linear layers and convolutions of a module, and what their examples' gradients are without making them.
+r"""Linear layers and convolutions of a module, and norms of their examples' gradients without forming these.
 
 A layer with inputs a and gradients g of its outputs has the gradient Σ_t g_t a_tᵀ over an example's positions t, of
 norm ‖Σ_t g_t a_tᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t). The positions of a convolution are those of its outputs, and a_t is the
-patch of the inputs that it sees from there. With many positions T the gradient of p outputs by d inputs is made after
-all, where 2T² exceeds p·d, and thrown away again.
+patch of inputs at that position. With many positions T, if 2T² exceeds p·d, the gradient of p outputs by d inputs is
+formed, and discarded again.
 
-That is the gradient of the loss only if the weight and the bias reach the loss through one call of their layer. It is
-made sure of in every evaluation, by autograd itself. The module holds tensors that require gradients; in the call that
-is recorded, and there only, the layer computes with detached copies of them, to which it adds a tensor of zeros, whose
-gradient is g. So a path from the tensors to the loss is in the graph exactly if the loss reads them in any other way:
-a penalty, a functional call, a view, a second call of the layer, a call inside `torch.func.grad`. Whether there is a
-path does not depend on values: a penalty that is flat here, or whose gradient is zero, has one. What the recorded call
-computes is known, because the layer is of these very types and computes with the tensors that it was given; hooks that
-users put on it run outside of what is recorded, and inputs are copied, because they may be changed in place later.
+That is the gradient of the loss only if the weight and the bias reach the loss through one call of their layer.
+Autograd verifies this in every evaluation. The module holds tensors that require gradients; in the recorded call, and
+there only, the layer computes with detached copies of them, to which it adds a tensor of zeros, whose gradient is g. A
+path from the tensors to the loss is therefore in the graph exactly if the loss reads them in any other way: a penalty,
+a functional call, a view, a second call of the layer, a call inside `torch.func.grad`. The path does not depend on
+values: a penalty that is flat here, or has zero gradient, has one. The computation of the recorded call is known,
+because the layer is of these very types and computes with the given tensors; users' hooks on it run outside of the
+recording, and inputs are copied, because they may be changed in place later.
 
 Sources: Goodfellow (2015), "Efficient per-example gradient computations", for one position; Bu, Mao and Xu (2022),
 "Scalable and efficient training of large convolutional neural networks with differential privacy", section 3, for
@@ -36,9 +36,9 @@ class Layer:
 
     Args:
         module: the layer.
-        names: of its "weight" and, if it has one, its "bias".
-        inputs: what went in `(K, B, ...)` -> a `(K, B, T, d)`.
-        outputs: gradients of what came out `(K, B, ...)` -> g `(K, B, T, p)`.
+        names: names of its "weight" and, if it has one, its "bias".
+        inputs: the layer's inputs `(K, B, ...)` -> a `(K, B, T, d)`.
+        outputs: gradients of the layer's outputs `(K, B, ...)` -> g `(K, B, T, p)`.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class LayerRecorder:
 
     Args:
         layers: of the module.
-        tensors: that the module holds, which require gradients.
-        detached: the same numbers without.
-        zeros: added to the outputs of the layers' calls, by their numbers; a layer without, or with zeros of another
-            shape, is not recorded.
+        tensors: the module's tensors, which require gradients.
+        detached: the same tensors without gradients.
+        zeros: added to the outputs of the layers' calls, by layer index; a layer without zeros, or with zeros of
+            another shape, is not recorded.
 
     Attributes:
-        inputs: of the recorded calls, by the layers' numbers.
+        inputs: of the recorded calls, by the layers' indices.
         shapes: of the outputs of all layers' first calls.
     """
 
@@ -163,7 +163,9 @@ def positions(value: Tensor) -> Tensor:
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, value: Tensor) -> Tensor:
-    """Return inputs `(K, B, ..., C, *size)` of a convolution as what its outputs see, `(K, B, T, C · kernel)`."""
+    """Return the patches at each output position of a convolution's inputs `(K, B, ..., C, *size)`,
+    `(K, B, T, C · kernel)`.
+    """
     line = len(layer.kernel_size) == 1
     images = value.flatten(0, -3 if line else -4)
     settings: list[Any] = [layer.kernel_size, layer.dilation, layer.padding, layer.stride]

@@ -1,9 +1,8 @@
 """Operations whose gradients of single examples `torch.vmap(torch.vmap(torch.func.grad(…)))` cannot compute.
 
-Torch's recurrent layers write gates in place, which fails where a state is shared by the examples and the gates are
-not. Its derivative of `prelu` mixes up the dimensions of two maps over weights. Both are replaced by formulas of
-elementwise operations and products, where they are called, as long as `ExampleOperations` is entered: modules stay as
-they are, and so does `torch.vmap`.
+Torch's recurrent layers write gates in place, which fails if the examples share a state but not the gates. Its
+derivative of `prelu` confuses the dimensions of two nested maps over weights. Inside `ExampleOperations` both are
+replaced by formulas of elementwise operations and products; modules and `torch.vmap` are not changed.
 
 >>> import torch
 >>> weights, x = torch.tensor([[0.5], [0.25]]), -torch.ones(2, 3, 1)  # of two clients, with three examples each
@@ -27,14 +26,14 @@ from torch.overrides import TorchFunctionMode
 
 from fedtorch.stacked_layers.recurrent import CELLS
 
-# (what the inputs add to the gates (B, GH), states (B, H) each, w_hh, b_hh, a projection or None) -> states
+# (inputs' part of the gates (B, GH), states (B, H) each, w_hh, b_hh, a projection or None) -> states
 Cell = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor | None, Tensor | None], Sequence[Tensor]]
 
 
 class ExampleOperations(TorchFunctionMode):
     """A context in which recurrent layers, their cells and `prelu` have gradients under several `torch.vmap`.
 
-    Sequences that are packed keep torch's own operation.
+    Packed sequences use torch's own operation.
     """
 
     def __torch_function__(
@@ -44,10 +43,10 @@ class ExampleOperations(TorchFunctionMode):
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """Return `torch.prelu`: x where it is positive, and the weight of its channel times x elsewhere."""
+    """Compute `torch.prelu`: x where it is positive, and the weight of its channel times x elsewhere."""
     channels = input.shape[1] if input.ndim > 1 else 1
     if weight.numel() not in (1, channels):
-        return torch.prelu(input, weight)  # whose error says what is wrong
+        return torch.prelu(input, weight)  # raises torch's own error
     weight = weight.reshape(-1, *[1] * (input.ndim - 2)) if weight.numel() > 1 else weight.reshape(())
     positive = input > 0
     return torch.where(positive, input, weight * torch.where(positive, 0.0, input))  # no product with infinity
@@ -91,8 +90,8 @@ def _layers(
     biases: Any,
     *settings: Any,
 ) -> tuple[Tensor, ...]:
-    """Return (outputs, last states...) of layers and directions, as `torch.gru` and its like do."""
-    if isinstance(weights, Tensor):  # packed sequences, whose second argument are the sizes of batches
+    """Return (outputs, last states...) of layers and directions, like `torch.gru`."""
+    if isinstance(weights, Tensor):  # packed sequences, whose second argument is the batch sizes
         result: tuple[Tensor, ...] = original(input, before, weights, biases, *settings)
         return result
     layers, dropout, train, bidirectional, batch_first = settings

@@ -1,16 +1,16 @@
 r"""Sums of clipped gradients of examples, for many clients at once.
 
-Every client draws a Poisson batch of its own rows: each row independently with probability q, so that batches differ in
-size and may be empty. Each example's gradient g_i is cut to a norm of at most C, and what is returned is
+Every client draws a Poisson batch of its own rows: each row independently with probability q, so batches differ in size
+and may be empty. Each example's gradient g_i is clipped to a norm of at most C, and the result is
 
 .. math:: \frac{1}{q n} \Bigl(\sum_i g_i \min(1, C / \|g_i\|) + z\, C\, \xi\Bigr),
 
-with the client's number of rows n, whoever was drawn. Gradients are taken by `vmap` over clients and examples; where
-all that is trained are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, no example's gradient is kept: a
-layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the
-clipped sum is one matrix product ("ghost norms"). Each example's loss is computed by itself in both ways, so that no
-module can make one example change another's gradient. Sums are in the module's dtype, or float32 for those of 16 bits;
-the rounding of sums over examples is not accounted for.
+with the client's number of rows n, for any draw. Gradients are computed by `vmap` over clients and examples. If the
+trained tensors are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d` only, no example's gradient is
+stored: a layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its
+positions, and the clipped sum is one matrix product ("ghost norms"). Each example's loss is computed separately in both
+ways, so that no module can make one example change another's gradient. Sums are in the module's dtype, or float32 for
+those of 16 bits; the rounding of sums over examples is not accounted for.
 
 Sources: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1; Goodfellow (2015), "Efficient
 per-example gradient computations"; Bu, Wang, Zha and Karypis (2023), "Differentially private optimization on large
@@ -52,12 +52,12 @@ class PrivateLoss(StackedLoss):
 
     Args:
         objective: one client's loss.
-        tensors: names of what is trained.
+        tensors: names of the trained tensors.
         clip: the bound C on an example's gradient.
         sampling_rate: q, with which every row is drawn.
-        spending: where noise comes from, whose release has the noise z.
-        ghost: whether layers may be worth it: False makes every example's gradient.
-        most: rows of a client's batch, beyond which it is cut; None never cuts.
+        spending: source of noise z.
+        ghost: whether layers may use ghost norms; False forms every example's gradient.
+        most: largest batch of a client; larger ones are cut. None never cuts.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PrivateLoss(StackedLoss):
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
     def shared(self, batch: Step) -> Sequence[tuple[Tensor | None, Batch]]:
-        """Return nothing: examples are evaluated by themselves, which `check_separable` holds against the module."""
+        """Return nothing: examples are evaluated separately; `check_separable` compares them with the module."""
         return ()
 
     def gradients(
@@ -88,10 +88,10 @@ class PrivateLoss(StackedLoss):
         """Compute the private gradients of a step; losses are NaN unless noise is seeded. See `StackedLoss.gradients`.
 
         Args:
-            tensors: what is trained, `(K, ...)`.
+            tensors: trained tensors, `(K, ...)`.
             buffers: none.
             batch: all of the clients' rows.
-            index: of the step.
+            index: number of the step.
             keys: the clients', for the module's draws and those of rows and noise.
         """
         assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
@@ -121,7 +121,7 @@ class PrivateLoss(StackedLoss):
         if self.layers is not None:
             try:
                 return self._by_layer(self.layers, values, rows, taken, index, key)
-            except (IndexError, RuntimeError) as error:  # a layer that is not called as it has to be
+            except (IndexError, RuntimeError) as error:  # a layer that is called in an unsupported way
                 self.layers = None
                 self._say(f"ghost=False from now on: {error}")
         gradients, losses = self.by_example(values, rows, index, key)
@@ -183,7 +183,7 @@ class PrivateLoss(StackedLoss):
         backs: Mapping[int, Tensor | None],
         taken: Tensor,
     ) -> list[Tensor]:
-        """Return the sums of clipped gradients, from what went into the layers and the gradients of what came out."""
+        """Return the sums of clipped gradients, from the layers' inputs and the gradients of their outputs."""
         pairs = {}
         for number, layer in enumerate(layers):
             back = backs.get(number)
@@ -220,7 +220,7 @@ class PrivateLoss(StackedLoss):
             self._each(one, (None, 0), key)(tuple(values), first)
 
     def _of_example(self, weights: Sequence[Tensor], row: Tree, index: int) -> Tensor:
-        """Return the loss of one example by itself, so that it cannot depend on others."""
+        """Return the loss of one example computed separately, so that it cannot depend on others."""
         return self.single(weights, tree.map(lambda leaf: leaf[None], row), None, index)[0]
 
     def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
@@ -241,7 +241,7 @@ class PrivateLoss(StackedLoss):
         return dict(zip(self.tensors, values))
 
     def _share(self, squares: Tensor, taken: Tensor) -> Tensor:
-        """Return the factor of each example's gradient, `(K, B)` float64; 0 for what is not taken or not finite."""
+        """Return the factor of each example's gradient, `(K, B)` float64; 0 for rows not drawn or not finite."""
         norm = torch.where(squares.isfinite() & taken, squares, torch.inf).sqrt()
         return (self.clip * SLACK / norm).clamp(max=1)
 
@@ -299,5 +299,5 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _mean(losses: Tensor, taken: Tensor) -> Tensor:
-    """Return mean losses over the rows that are taken; NaN where there are none."""
+    """Return mean losses over the drawn rows; NaN without any."""
     return torch.where(taken, losses, 0.0).sum(1) / taken.sum(1)

@@ -1,4 +1,4 @@
-"""Layers and losses with which DP-SGD cannot train, each by its name and by what to take instead."""
+"""Layers and losses with which DP-SGD cannot train, each with its name and a replacement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATISTICS = "keeps statistics of the rows, which would be published without no
 
 
 def refuse_layers(module: nn.Module) -> None:
-    """Raise ValueError if a layer changes examples' gradients by other examples, or changes itself as it runs."""
+    """Raise ValueError if a layer makes an example's gradient depend on other examples, or changes its own state."""
     for name, part in module.named_modules():
         for fault in _faults(part):
             place = f" (layer {name!r})" if name else ""
@@ -27,7 +27,7 @@ def refuse_layers(module: nn.Module) -> None:
 
 
 def suspects(module: nn.Module) -> list[str]:
-    """Return a clause for each layer whose settings mix examples where these come first, as in most modules."""
+    """Return a clause for each layer that mixes examples if the batch comes first, as in most modules."""
     refused = []
     for name, part in module.named_modules():
         setting, advice = "", ""
@@ -43,7 +43,7 @@ def suspects(module: nn.Module) -> list[str]:
 
 
 def _faults(part: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (what a layer does, what to do instead)."""
+    """Yield pairs (fault of a layer, remedy)."""
     if isinstance(part, nn.modules.batchnorm._BatchNorm):
         yield "mixes them", "use LayerNorm or GroupNorm instead of BatchNorm"
     if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats:
@@ -66,10 +66,10 @@ def _embedding_faults(settings: Mapping[str, Any], trained: bool = True) -> Iter
 
 
 class Faults(TorchFunctionMode):
-    """A context that notes operations which mix the examples of a batch, by their settings.
+    """Context that records operations whose settings mix the examples of a batch.
 
     Attributes:
-        found: (what an operation does, what to do instead), in the order of the calls.
+        found: pairs (fault of an operation, remedy), in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Faults(TorchFunctionMode):
         self.operations: dict[tuple[str, str], None] = {}
 
     def named(self) -> list[str]:
-        """Return a clause for each of them."""
+        """Return a clause for each recorded fault."""
         return [f"{what}: {advice}" for what, advice in self.operations]
 
     def __torch_function__(
@@ -91,7 +91,7 @@ class Faults(TorchFunctionMode):
 def _faults_of_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what a call of `torch.nn.functional` does to a batch, of which other functions have no signature."""
+    """Yield the faults of a call of a function in `torch.nn.functional`; others have no signature to inspect."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except (TypeError, ValueError):

@@ -1,10 +1,10 @@
-"""Checks that a batch's loss is the mean of its examples' losses, and that layers' gradients are those of the loss.
+"""Checks that a batch's loss is the mean of its examples' losses, and that ghost gradients are those of the loss.
 
-DP-SGD evaluates each example by itself, so that a loss that mixes examples leaks nothing; but it would train something
-else than the module means. Gradients are compared away from the initial values, where they may be zero, and in float64.
-Gradients that are zero are computed as differences of larger numbers, so that rounding is measured by the size of the
-examples' whole gradients: what is equal differs by less than √ε of that, ε the rounding of the coarsest numbers that
-are computed with (1.5e-8 in float64, 3e-4 in float32, 0.09 in bfloat16), and a loss that mixes by more.
+DP-SGD evaluates each example separately, so a loss that mixes examples leaks nothing; but the training would not
+minimise the module's loss. Gradients are compared away from the initial values, where they may be zero, and in float64.
+Gradients that are zero are computed as differences of larger numbers, so rounding is measured relative to the examples'
+whole gradients: equal ones differ by less than √ε of that, with ε the rounding of the coarsest numbers used (1.5e-8 in
+float64, 3e-4 in float32, 0.09 in bfloat16), and a mixing loss by more.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _AWAY = 0.1  # relative size of the random steps away from the initial values
 
 
 def look_alone(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> None:
-    """Find out from a client's rows `(B, ...)` whether the module draws random numbers, or changes as it runs.
+    """Detect from a client's rows `(B, ...)` whether the module draws random numbers, or changes its state.
 
     Args:
-        loss: whose `random` is set.
+        loss: its `random` is set.
         tensors: initial values of one client.
         rows: of one client.
 
@@ -70,7 +70,7 @@ def look_alone(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> 
 
 
 def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> PrivateLoss:
-    """Return the same loss of a module in float64, which is changed to it, on the device of the loss's own."""
+    """Return the same loss of a module that is converted to float64, on the device of the loss's own."""
     device = next(loss.objective.parameters()).device
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).to(device, torch.float64)
@@ -84,18 +84,18 @@ def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> P
 def check_separable(
     loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]
 ) -> None:
-    """Check that clients' losses are the means of their examples', by gradients, and that steps of them run.
+    """Check that clients' losses are the means of their examples', by gradients, and that steps run.
 
-    Layers are given up where they do not clip as the examples' own gradients do.
+    Ghost norms are disabled if they do not clip like the examples' own gradients.
 
     Args:
-        loss: whose `checked` is set, unless no gradient is finite.
+        loss: its `checked` is set, unless no gradient is finite.
         double: the same in float64, which is compared if it runs.
         tensors: initial values of one client.
-        rows: of each of some clients, `(B, ...)`, better of unlike sizes.
+        rows: of some clients, `(B, ...)` each, preferably of different sizes.
 
     Raises:
-        ValueError: it is not, or one does not.
+        ValueError: a loss is not the mean, or a step does not run.
     """
     try:
         point = _some_point(double, tensors, rows)
@@ -125,10 +125,10 @@ class _Point(NamedTuple):
     rows: Sequence[Tree]  # (B, ...) of each client
     taken: Tensor  # (K, B) bool, which places have rows
     key: Tensor | None  # (K,)
-    whole: list[list[Tensor]]  # (...) float64 by client, of the loss of what is taken
-    examples: list[Tensor]  # (K, B, ...) float64, of the examples' own losses; 0 of what is not taken
+    whole: list[list[Tensor]]  # (...) float64 by client, of the loss of the drawn rows
+    examples: list[Tensor]  # (K, B, ...) float64, of the examples' own losses; 0 for rows that are not drawn
     bound: float  # on relative rounding
-    faults: Faults  # of the operations that were called
+    faults: Faults  # of the called operations
 
 
 def _some_point(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]) -> _Point | None:
@@ -150,7 +150,7 @@ def _started(
 
 
 def _run(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]) -> None:
-    """Compute what a step does, in the loss's own dtype."""
+    """Compute a step in the loss's own dtype."""
     rows, values, key = _started(loss, tensors, rows)
     padded, taken = _padded(rows)
     try:
@@ -163,7 +163,7 @@ def _point(loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: T
     """Return the gradients at `values`, of the rows where they are finite.
 
     Raises:
-        ValueError: those of a batch are, of single examples never.
+        ValueError: gradients of a batch are finite, those of single examples never.
     """
     faults = Faults()
     with _Precision() as precision:
@@ -215,7 +215,7 @@ def _of(key: Tensor | None, client: int) -> Tensor | None:
 
 
 def _padded(rows: Sequence[Tree]) -> tuple[Tree, Tensor]:
-    """Return clients' rows in front of repetitions, `(K, B, ...)`, and their mask `(K, B)`."""
+    """Pad clients' rows by repetitions, `(K, B, ...)`, with their mask `(K, B)`."""
     sizes = torch.tensor([len(tree.leaves(each)[0]) for each in rows])
     width = int(sizes.max())
     at = [torch.where(torch.arange(width) < size, torch.arange(width), 0) for size in sizes]
@@ -225,7 +225,7 @@ def _padded(rows: Sequence[Tree]) -> tuple[Tree, Tensor]:
 
 
 def _layers_agree(point: _Point, rounding: float) -> bool:
-    """Return whether ghost norms clip as the examples' own gradients do, tensor by tensor; a warning says so if not."""
+    """Return whether ghost norms clip like the examples' own gradients, tensor by tensor; if not, log a warning."""
     loss, examples, taken = point.loss, point.examples, point.taken
     sizes = _norms(examples)
     for clip in (1e300, float(sizes[taken].median())):
@@ -244,7 +244,7 @@ def _layers_agree(point: _Point, rounding: float) -> bool:
 
 
 def _mixing(loss: PrivateLoss, faults: Faults, otherwise: str = "the loss of a batch mixes them") -> ValueError:
-    """Return the error of a loss that mixes examples, by the operations at fault; `otherwise` where none is known."""
+    """Return the error for a loss that mixes examples, with the operations at fault; `otherwise` if none is known."""
     known = suspects(loss.objective.module)
     guess = f"{otherwise}, perhaps by {', or by '.join(known)}" if known else otherwise
     return ValueError(
@@ -276,7 +276,7 @@ def _norms(examples: list[Tensor]) -> Tensor:
 
 
 def _perturbed(value: Tensor, key: Tensor) -> Tensor:
-    """Return a random step away, in which signs are kept."""
+    """Return a randomly perturbed tensor with the same signs."""
     step = _AWAY * random.normal(key, value.shape, torch.float64).to(value).clamp(-3, 3)
     return torch.where(value == 0, step, value * (1 + step))
 
@@ -286,7 +286,7 @@ def _close(first: Tensor, second: Tensor, bound: float | Tensor) -> bool:
 
 
 class _Precision(TorchDispatchMode):
-    """Take note of the coarsest real numbers that are computed with.
+    """Records the coarsest real dtype used in computations.
 
     Attributes:
         eps: their rounding.

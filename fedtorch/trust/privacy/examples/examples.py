@@ -1,10 +1,10 @@
 """Differential privacy of single rows: DP-SGD on stacked clients.
 
 *Who is protected:* one row of one client; two neighbouring data sets differ in one row whose gradients are zeros in one
-of them (zero-out), so that how many rows a client has is public. *From whom:* everybody, the server included, who sees
-what a client sends; not from somebody who sees which rows its steps draw, which come from the operating system's
-entropy. What is told besides (losses) is left out. Every client's rows cost the same ε, whoever is asked more often:
-all steps of all rounds are counted for everybody, an upper bound for the others.
+of them (zero-out), so a client's number of rows is public. *From whom:* everybody, the server included, who sees a
+client's messages; not from an adversary who sees which rows its steps draw, which come from the operating system's
+entropy. Other values (losses) are not sent. All clients' rows have the same ε: all steps of all rounds are counted for
+every client, an upper bound for those asked less often.
 
 Source: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1.
 """
@@ -41,22 +41,22 @@ from fedtorch.trust.privacy.examples._separable import check_separable, in_doubl
 
 ADJACENCY = "zero-out: one row of one client has gradients of zeros instead of its own, in all steps"
 ADVERSARY = "everybody who sees what clients send, the server included, and not which rows their steps draw"
-_LOOKED_AT = 8, 5  # rows of two clients, to find out whether a loss mixes them: unlike each other and their number
+_LOOKED_AT = 8, 5  # rows of two clients in the trial: different from each other and from the number of clients
 
 
 class PrivateDescent(Descent):
-    """Steps of DP-SGD, whose module is looked at example by example instead of stacked.
+    """Steps of DP-SGD, whose module is tried example by example instead of stacked.
 
     Args:
-        module: that is trained.
+        module: the module to train.
         steps: in each round.
-        rounds: how many are planned.
+        rounds: planned number of rounds.
         criterion: (output, target) -> mean loss.
         make: parameters -> optimiser.
         reset: whether its moments restart each round.
         project: applied after every step.
         ignore_hooks: of the module.
-        private: (objective, names of what is trained) -> loss.
+        private: (objective, names of trained tensors) -> loss.
     """
 
     loss: PrivateLoss
@@ -74,7 +74,7 @@ class PrivateDescent(Descent):
         private: Callable[[Objective, Sequence[str]], PrivateLoss],
     ) -> None:
         if isinstance(module, nn.Module):
-            refuse_layers(module)  # before it is copied, which some spectral norms do not allow
+            refuse_layers(module)  # before the copy, which some spectral norms do not allow
         super().__init__(
             module, None, steps, rounds, None, criterion, make, reset, "refuse", True, False, None, "32", project,
             ignore_hooks, rowwise=True,
@@ -82,7 +82,7 @@ class PrivateDescent(Descent):
         self.loss, self._criterion, self._ignored = private(self.objective, self.trained), criterion, ignore_hooks
 
     def _learn(self, data: Any) -> None:
-        """Find out from clients with the most and the fewest rows whether the module can train example by example."""
+        """Try with the largest and smallest clients whether the module can train example by example."""
         if len(data.count) == 0 or self.loss.checked:
             return
         self.move(data.count.device)
@@ -99,10 +99,10 @@ class PrivateDescent(Descent):
 
 
 class Cut(NamedTuple):
-    """Cut batches to at most so many rows, so that a step never takes more memory than was planned.
+    """Limit on the rows of a batch, so that a step never needs more memory than planned.
 
-    A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is
-    cut with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accounting.accountant`.
+    A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is cut
+    with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accounting.accountant`.
 
     Example:
         >>> Cut(batch=2, rows=3).excess(sampling_rate=0.5)  # all three rows are drawn in one of eight batches
@@ -139,7 +139,7 @@ def example_level(
 ) -> LocalSolver:
     """Build a local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
 
-    Layers are torch's own, recurrent ones and their cells included. What mixes examples is refused by name.
+    Layers are torch's own, recurrent ones and their cells included. Layers that mix examples are refused by name.
     Optimiser, schedule, `reset`, `rounds`, `project` and `ignore_hooks` are those of `ft.gradient_descent`.
 
     Args:
@@ -156,20 +156,20 @@ def example_level(
         reset: whether the optimiser's moments restart each round.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory.
-        entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
-            in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers and convolutions are trained without making examples' gradients: on a
+        entropy: source of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation
+            reproducible for the same blocks of clients, and guarantees nothing, as its ledger states.
+        ghost: whether modules of linear layers and convolutions are trained without forming examples' gradients: on a
             network of two layers 2.5 times as fast with batches of 16, 35 times with 256, in less memory. A step whose
-            loss depends on a weight other than by one call of its layer (a penalty, a second call) is taken with
-            ghost=False, and so are all after it; a warning is logged.
-        cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
-        rounds: how many are planned, for schedules that ask.
+            loss depends on a weight other than by one call of its layer (a penalty, a second call) uses ghost=False,
+            and so do all later ones; a warning is logged.
+        cut: the largest batch of a client; None has no limit, and adds nothing to δ.
+        rounds: planned number of rounds, for schedules that need it.
         project: applied to the stacked parameters after every step.
         ignore_hooks: overridden Lightning hooks that training does not depend on.
 
     Raises:
-        ValueError: settings out of range, or a layer whose examples mix (BatchNorm) or that changes as it runs; where
-            the data are first seen, a loss that is not the mean of its examples', or δ of one over a client's rows or
+        ValueError: settings out of range, or a layer that mixes examples (BatchNorm) or changes its state; when the
+            data are first seen, a loss that is not the mean of its examples', or a δ of one over a client's rows or
             more.
 
     Example:
@@ -239,9 +239,9 @@ def example_level(
 
 
 def _prepare(descent: PrivateDescent, delta: float, cut: Cut | None, data: Any) -> Any:
-    """Return the data, if single rows of them can be protected."""
+    """Return the data, after checks that single rows can be protected."""
     if isinstance(data, ClientLoaders):
-        return data.batch  # which raises, and says what to do
+        return data.batch  # raises an error with the remedy
     descent.prepare(data)
     small = (data.count * delta >= 1).nonzero()[:, 0].cpu()
     if len(small):

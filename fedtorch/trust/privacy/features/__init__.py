@@ -1,1 +1,1 @@
-"""Choose features that reveal little of a private attribute."""
+"""Features that reveal little about a private attribute."""

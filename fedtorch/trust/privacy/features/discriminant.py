@@ -1,8 +1,8 @@
-r"""Linear discriminants that keep an attribute back: one number aᵀx that tells the label and little of s = F x.
+r"""Linear discriminants that hide an attribute: one number aᵀx that predicts the label and reveals little of s = F x.
 
-In two classes of equal weight let x be normal with means a distance Δ apart and a covariance C, and z = aᵀx. What tells
-the classes apart is the separation d = |aᵀΔ|/√(aᵀCa), with which the best threshold is right with probability Φ(d/2).
-What z says of s in a class, beyond the label, is
+In two classes of equal weight let x be normal with means a distance Δ apart and a covariance C, and z = aᵀx. The
+classes' separation is d = |aᵀΔ|/√(aᵀCa), with which the best threshold is right with probability Φ(d/2). The
+information of z about s within a class, beyond the label, is
 
 .. math:: I(s; z \mid y) = -\tfrac12 \log(1 - \|P b\|^2), \qquad b = C^{1/2} a, \quad \|b\| = 1,
 
@@ -11,8 +11,8 @@ the best b with ‖Pb‖² ≤ τ is, with m = C^{−1/2}Δ,
 
 .. math:: b = \sqrt\tau\, \frac{P m}{\|P m\|} + \sqrt{1 - \tau}\, \frac{(I - P) m}{\|(I - P) m\|},
 
-or m itself where that leaks less. Classes of different covariances are treated by their mean, as linear discriminant
-analysis does; figures are then those of the mean.
+or m itself if that leaks less. For classes with different covariances their mean is used, as in linear discriminant
+analysis; the results are then those for the mean.
 
 Source: Jung, "Federated learning: from theory to practice", problem 9.2; the closed form is ours.
 
@@ -32,7 +32,7 @@ import torch
 from scipy.special import ndtr
 from torch import Tensor
 
-_ROUNDING = 1e-10  # of singular values and lengths, relative
+_ROUNDING = 1e-10  # tolerance of singular values and lengths, relative
 
 
 class Discriminant(NamedTuple):
@@ -55,7 +55,7 @@ class Discriminant(NamedTuple):
 
 
 def private_discriminant(means: Tensor, covariances: Tensor, private: Tensor, leak: float) -> Discriminant:
-    """Return the direction that tells two classes apart best, of those that leak at most so much of s = F x.
+    """Return the direction that best separates two classes, among those with at most this leak of s = F x.
 
     Args:
         means: `(2, d)` of x in each class.
@@ -64,8 +64,8 @@ def private_discriminant(means: Tensor, covariances: Tensor, private: Tensor, le
         leak: the largest I(s; z | y) in nats; infinite for Fisher's discriminant.
 
     Raises:
-        ValueError: shapes that do not belong together, a covariance that is not positive definite, a negative leak, or
-            means that differ only in what must not leak.
+        ValueError: shapes that do not match, a covariance that is not positive definite, a negative leak, or means that
+            differ only in the protected part.
     """
     size = means.shape[-1]
     if means.shape != (2, size) or covariances.shape[-2:] != (size, size) or private.shape[1:] != (size,):

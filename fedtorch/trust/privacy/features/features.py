@@ -1,4 +1,4 @@
-r"""Features that do not tell a private attribute: linear maps, and the privacy funnel of Gaussian variables.
+r"""Features that hide a private attribute: linear projections, and the privacy funnel of Gaussian variables.
 
 The linear map that removes what is linear in s of features x is the projection (9.10),
 
@@ -15,7 +15,7 @@ the plane of c_s and c_y: with t = 1 − e^{−2R},
 
 .. math:: c_s^\top G c_s = \|c_s\|^2 \cos^2\bigl(\theta + \arccos(\sqrt t / \|c_y\|)\bigr)
 
-as long as the angle is below π/2; before that nothing leaks, and noise on the direction orthogonal to c_s is enough.
+as long as the angle is below π/2. At smaller R nothing leaks, and noise on the direction orthogonal to c_s suffices.
 
 Source: Jung, "Federated learning: from theory to practice", section 9.4; Makhdoumi et al. (2014), "From the information
 bottleneck to the privacy funnel".
@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-12  # of covariances, relative to the largest
-_ABOVE = 1 + 1e-9  # by which asking for all information may be rounded up
+_ROUNDING = 1e-12  # tolerance of covariances, relative to the largest
+_ABOVE = 1 + 1e-9  # tolerance for a request of all the information
 
 
 def private_projection(features: Tensor, private: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def private_projection(features: Tensor, private: Tensor) -> Tensor:
         `(d, d)` float64, symmetric.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not match.
 
     >>> import torch
     >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
@@ -102,12 +102,12 @@ def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, informati
 
     Args:
         covariance: `(d, d)` of x, positive definite.
-        private: `(d + 1,)` the covariances of s with x, and its variance at the end.
-        label: `(d + 1,)` likewise of y.
+        private: `(d + 1,)` covariances of s with x, followed by the variance of s.
+        label: `(d + 1,)` the same for y.
         information: R in nats, at least 0.
 
     Raises:
-        ValueError: shapes or variances that cannot be, or more information than x has about y, which the message says.
+        ValueError: invalid shapes or variances, or more information than x has about y; the message gives that amount.
 
     Example:
         >>> import math, torch
@@ -137,7 +137,7 @@ def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, informati
     if not 0 <= information <= most * _ABOVE:
         raise ValueError(f"Expected information between 0 and I(y; x) = {most:.6g} nats, but got {information}")
     along = s / size_s if size_s > 0 else torch.zeros_like(s)
-    across = y - (along @ y) * along  # what of c_y is orthogonal to c_s
+    across = y - (along @ y) * along  # part of c_y orthogonal to c_s
     wanted, free = -math.expm1(-2 * information), float(across.norm()) ** 2
     if wanted <= free * _ABOVE or size_s == 0:
         share = min(wanted / free, 1.0) if free > 0 else 0.0
@@ -145,7 +145,7 @@ def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, informati
         leak = 0.0
     else:
         share = 1.0
-        angle = math.acos(min(1.0, math.sqrt(wanted) / size_y))  # from c_y, away from c_s
+        angle = math.acos(min(1.0, math.sqrt(wanted) / size_y))  # angle from c_y, away from c_s
         towards = across / math.sqrt(free) if free > 0 else torch.zeros_like(y)
         sign = 1.0 if float(along @ y) >= 0 else -1.0
         theta = math.acos(min(1.0, abs(float(along @ y)) / size_y))

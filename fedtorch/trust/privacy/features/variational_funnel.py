@@ -1,18 +1,17 @@
 r"""The privacy funnel (9.8) by an encoder: z = f(x) + N(0, I) with little of s and enough of y, for any variables.
 
-What z tells is estimated by what a head of some family predicts, a categorical one for classes and a normal one for
-numbers,
+The information in z is estimated by a head of some family, a categorical one for classes and a normal one for numbers,
 
 .. math:: \hat I(y; z) = E \log q(y \mid z) - E \log q(y),
 
 with q(y) the best of its family: for classes a lower bound of I(y; z) (Barber and Agakov, 2003), and the information
 itself in a linear-Gaussian world with linear heads. The encoder minimises Î(s; z) + λ (R − Î(y; z)) against heads that
-are kept near their best, several steps for each of its, while λ rises as long as information is missing and falls
-otherwise. That the leak is a lower bound, too, is the price: it is what an adversary of this family finds, and no
-guarantee against another one.
+are kept near their optimum, by several steps for each of the encoder's, while λ rises as long as information is missing
+and falls otherwise. The price is that the leak is a lower bound, too: it is the information available to an adversary
+with this family, and no guarantee against another one.
 
-The figures that are returned are those of new heads, trained on half of the rows against the finished encoder, and
-counted on the other half.
+The returned figures come from new heads, trained on half of the rows against the finished encoder, and evaluated on the
+other half.
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.4; Makhdoumi et al. (2014), "From the
 information bottleneck to the privacy funnel"; Tripathy, Wang and Ishwar (2019), "Privacy-preserving adversarial
@@ -32,7 +31,7 @@ from fedtorch import random
 from fedtorch.random.draws import bits
 from fedtorch.vfl.model.split_nn import mlp
 
-_STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and for good
+_STIFF, _LEARNT = 10.0, 0.1  # increase of λ per missing nat, temporary and permanent
 
 
 class FunnelEncoder(nn.Module):
@@ -54,7 +53,7 @@ class FunnelEncoder(nn.Module):
 
 
 class LearntFunnel(NamedTuple):
-    """An encoder, and what new heads predict on rows that they were not trained on.
+    """An encoder, and the predictions of new heads on rows outside their training.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -105,7 +104,7 @@ def variational_funnel(
     lr: float = 3e-2,
     seed: int = 0,
 ) -> LearntFunnel:
-    """Train a map of features that tells `information` of a label, and as little of a private attribute as it can.
+    """Train a map of features with the given `information` about a label, and as little as possible about an attribute.
 
     Args:
         features: `(n, d)`.
@@ -114,13 +113,13 @@ def variational_funnel(
         information: R in nats.
         width: numbers k of z.
         hidden: widths of the hidden layers of encoder and heads; none for linear ones.
-        steps: of the encoder, by Adam on all rows.
+        steps: Adam steps of the encoder on all rows.
         inner: steps of the heads for each of them.
-        lr: of both, along a cosine to a tenth.
-        seed: of starts, noise and halves.
+        lr: learning rate of both, along a cosine to a tenth.
+        seed: seed of starts, noise and halves.
 
     Raises:
-        ValueError: rows that do not belong together, a constant s or y, or a negative R.
+        ValueError: rows that do not match, a constant s or y, or a negative R.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -162,7 +161,7 @@ def _play(
     settings: tuple[int, int, float],
     key: Tensor,
 ) -> None:
-    """Train encoder and heads against each other, in place."""
+    """Train encoder and heads adversarially, in place."""
     (x, s, y), (steps, inner, lr), width = rows, settings, encoder(rows[0][:1]).shape[1]
     encoding = torch.optim.Adam(encoder.parameters(), lr=lr)
     theirs = torch.optim.Adam([value for head in heads for value in head.parameters()], lr=3 * lr)
@@ -210,7 +209,7 @@ def _measured(
 
 
 def _in_units(target: Tensor) -> Tensor:
-    """Return classes as they are and numbers in units of their spread, which keeps what is known of them."""
+    """Return classes unchanged and numbers in units of their spread, which preserves information."""
     if not target.is_floating_point():
         return target.to(torch.int64)
     numbers = target.to(torch.float64)

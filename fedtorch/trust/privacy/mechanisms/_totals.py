@@ -1,17 +1,17 @@
 r"""Noise on running totals: clients' contributions, clipped, and released as a sum with fresh noise every round.
 
-An algorithm with `told` keeps a total S_t = Σ_k u_k of what every client has last told, whoever is asked. Clients clip
+An algorithm with `told` keeps a total S_t = Σ_k u_k of every client's last contribution, whoever is asked. Clients clip
 u_k itself, not its changes, to a norm of at most C, and every round releases
 
 .. math:: \tilde S_t = S_t + z\, C\, \xi_t, \qquad \xi_t \sim N(0, I) \text{ independent over } t.
 
-A neighbour in which one client tells zeros has other S_t in *every* round, by at most C: the client is silent in some,
-but stays in the sum. T rounds are T releases, and no sampling amplifies them. Every S̃_t is off by a variance of z²C².
-Noise on the differences, which would add up to t times that, is never drawn; and noise in the shape of a tree, made for
-sums of bounded differences, has no advantage where the sum itself is bounded: a client that moves in every round enters
+A neighbour in which one client contributes zeros has other S_t in *every* round, by at most C: the client is silent in
+some, but stays in the sum. T rounds are T releases, and no sampling amplifies them. Every S̃_t has an error variance of
+z²C². Noise on the differences, which would add up to t times that, is never drawn; and tree-structured noise, made for
+sums of bounded differences, has no advantage if the sum itself is bounded: a client that moves in every round enters
 with up to 2C in nodes of each level.
 
-The sum without noise stays with the server, as messages do. It is never made anew from the clients' states.
+The sum without noise stays at the server, as messages do. It is never recomputed from the clients' states.
 
 Sources: Dwork and Roth (2014), "The algorithmic foundations of differential privacy", section 3.5, for the composition;
 Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling", for trees.
@@ -38,12 +38,12 @@ from fedtorch.trust.privacy.noise import Mechanism
 class State(NamedTuple):
     """The server's state."""
 
-    inner: Tree  # of the algorithm; its `total` has the noise of the last round
-    total: Tree = None  # without noise, which nothing is made of but the next release
+    inner: Tree  # state of the algorithm; its `total` has the noise of the last round
+    total: Tree = None  # without noise, used for the next release only
 
 
 def check_total(told: Told) -> None:
-    """Raise ValueError unless noise keeps the meaning of the total."""
+    """Raise ValueError unless the total keeps its meaning with noise."""
     if told.averages is not Averages.COORDINATEWISE:
         raise ValueError(
             "Expected a total of numbers each on its own, but got one of matrices that have to stay positive definite, "
@@ -53,16 +53,16 @@ def check_total(told: Told) -> None:
 
 
 def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spending) -> Algorithm:
-    """Show the algorithm its total with noise only.
+    """Give the algorithm its total with noise only.
 
     Args:
-        algorithm: with `clipped_total`, which `check_total` lets pass.
-        clip: the bound C on the norm of what a client tells for good, its counts left out.
+        algorithm: with `clipped_total`, and accepted by `check_total`.
+        clip: the bound C on the norm of a client's contribution, without its counts.
         noise: in units of C.
-        spending: where noise comes from.
+        spending: source of the noise.
 
     Raises:
-        ValueError: where clients answer, counts that are not 0 or 1.
+        ValueError: when clients answer, counts that are not 0 or 1.
     """
     assert algorithm.told is not None
     clipped_total = algorithm.told._replace(
@@ -106,7 +106,7 @@ def _clipped(told: Told, clip: float, mechanism: Mechanism, state: Tree) -> Tree
 
 
 def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spending) -> Tree:
-    """Return a total with noise of `scale` on every number but those that count."""
+    """Return a total with noise of `scale` on every number except counts."""
     held = {name: leaf for name, leaf in tree.items(total) if name not in counts}
     values = tree.as_real(held)
     flat = torch.cat([leaf.flatten().cpu() for leaf in values.values()])
@@ -131,6 +131,6 @@ def _server(
     aggregate: Tree,
     key: Tensor,
 ) -> State:
-    """Take the algorithm's step, with the total as it is released in this round."""
+    """Take the algorithm's step, with this round's release of the total."""
     inner = state.inner._replace(total=_released(state.total, counts, scale, spending))
     return state._replace(inner=algorithm.server(inner, aggregate, key))

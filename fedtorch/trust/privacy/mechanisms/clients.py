@@ -1,18 +1,18 @@
 r"""Differential privacy of whole clients: clipped messages, noise on their sum.
 
-Every client's message is cut to a norm of at most C, the server adds noise of z·C to the sum and divides by the number
-of clients that it *expects*, m, never by how many or how heavy they are:
+Every client's message is clipped to a norm of at most C; the server adds noise of z·C to the sum and divides by the
+*expected* number m of clients, never by their actual number or weight:
 
 .. math:: \bar v = \frac1m \Bigl(\sum_k v_k \min(1, C / \|v_k\|) + z\, C\, \xi\Bigr).
 
 *Who is protected:* one client, all its rows in all rounds; two neighbouring federations differ in one client whose
-messages are zeros in one of them (zero-out). *From whom:* everybody who sees the server's states, models and all that
-is made of them. Not from the server itself, which sees messages; not what a client keeps to itself (personal layers),
-nor the history's lists of who answered. With a `sampling_rate`, not from who can compute the cohort: it is drawn from
-the operating system's entropy, whatever the seed.
+messages are zeros in one of them (zero-out). *From whom:* everybody who sees the server's states, models and everything
+derived from them. Not protected: messages, against the server itself; a client's own state (personal layers), and the
+history's lists of answers. With a `sampling_rate`, adversaries who can compute the cohort are excluded: it is drawn
+from the operating system's entropy, independently of the seed.
 
-Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
-the running total; see `fedtorch.trust.privacy.mechanisms._totals`.
+For an algorithm with persistent contributions (`ft.scaffold`, `ft.feddyn`), every round also releases the running
+total; see `fedtorch.trust.privacy.mechanisms._totals`.
 
 Sources: McMahan, Ramage, Talwar and Zhang (2018), "Learning differentially private recurrent language models",
 Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling".
@@ -66,14 +66,14 @@ SAMPLED = f"{ADVERSARY}{UNSEEN}"
 class AdaptiveState(NamedTuple):
     """The server's state with an adaptive clip."""
 
-    inner: Tree  # of the algorithm
+    inner: Tree  # state of the algorithm
     clip: Tensor  # () float64, the bound C
 
 
 class _Outbox(NamedTuple):
     """Broadcast of the server with an adaptive clip, and a client's inbox."""
 
-    parameters: Tree  # of the algorithm
+    parameters: Tree  # parameters of the algorithm
     clip: Tensor  # () float64, (K,) at clients
 
 
@@ -109,11 +109,11 @@ def client_level(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Wrapper:
-    """Clip and noise messages, so that no client's can be told from zeros beyond (ε, δ).
+    """Build the wrapper that clips and noises messages, so that no client can be told from zeros beyond (ε, δ).
 
-    For algorithms whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
+    For algorithms whose clients send `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
     Weights of messages, which depend on the clients' data, are set to one. The history has `epsilon` after every round;
-    losses, which clients would tell without noise, are left out unless the noise is seeded.
+    losses, which clients would send without noise, are left out unless the noise is seeded.
 
     Args:
         clip: the bound C on a message's norm (Euclidean, or the sum of absolute values for `laplace`); bounds by shell
@@ -121,26 +121,27 @@ def client_level(
         noise: z, in units of the sensitivity: the server adds z·C to every number of the sum, for L bounds by name
             z·√L·C_l (`laplace`: z·L·C_l).
         delta: δ of all ε, below one over the number of clients.
-        sampling_rate: every round draws each client with this probability, in secret; 1 asks everybody.
-        size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if everybody
-            had been asked.
-        clip_told: the bound on the norm of what a client tells for good, where the algorithm has such; then the sum of
-            messages and the total both get √2 times the noise (`laplace`: twice).
+        sampling_rate: probability with which every round draws each client, in secret; 1 asks all.
+        size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if all had been
+            asked.
+        clip_told: bound on the norm of a client's persistent contribution, if the algorithm has one; the sum of
+            messages and the total then both get √2 times the noise (`laplace`: twice).
         mechanism: `gaussian` or `laplace`.
         budget: the largest ε: a run ends before the round that would exceed it.
-        ledger: a file that only grows; shared by all runs on these clients, it adds up what they spend. None keeps it
-            in memory. Begun with a rate below one, its claim excludes whoever knows which clients were asked, and runs
-            of any rates add up; begun without, sampled rounds are counted in it as if everybody had been asked.
-        entropy: of noise and cohorts; default: the operating system's. `from_seed(0)` makes a simulation reproducible
-            and guarantees nothing, as its ledger says.
+        ledger: an append-only file, in which the spending of all runs on these clients adds up. None keeps the ledger
+            in memory. If it was created with a rate below one, its claim excludes adversaries who know the cohorts, and
+            runs of any rates add up; otherwise sampled rounds are counted as if all clients had been asked.
+        entropy: source of noise and cohorts; default: the operating system's. `from_seed(0)` makes a simulation
+            reproducible and guarantees nothing, as its ledger states.
 
     Returns:
-        A wrapper for runs without `cohort=`, for the accountant has to know how clients are drawn. All algorithms that
-        it is joined to spend from one ledger.
+        A wrapper for runs without `cohort=`, because the accountant has to know how clients are drawn. All algorithms
+            that
+        it wraps spend from one ledger.
 
     Raises:
-        ValueError: clip, noise, δ, rate, size or budget out of range. When it is joined: an algorithm whose totals bear
-            no noise; an exchange that does not add up; another privacy.
+        ValueError: clip, noise, δ, rate, size or budget out of range. In wrapping: an algorithm whose totals do not
+            allow noise; an exchange that is not additive; another privacy wrapper.
     """
     settings = _Settings(clip, noise, delta, sampling_rate, size, clip_told, mechanism)
     _check_settings(settings)
@@ -163,7 +164,7 @@ def client_level(
 
 def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> Algorithm:
     adaptive = isinstance(settings.clip, AdaptiveClip)
-    noise = settings.noise * settings.mechanism.join(1 if settings.clip_told is None else 2)  # of releases together
+    noise = settings.noise * settings.mechanism.join(1 if settings.clip_told is None else 2)  # number of joint releases
     if settings.clip_told is not None:
         algorithm = noised_totals(algorithm, settings.clip_told, noise, spending)
     return dataclasses.replace(
@@ -216,7 +217,7 @@ def _check(algorithm: Algorithm, clip_told: float | None) -> None:
 
 
 def _check_clients(delta: float, cohort: Any, clients: int) -> None:
-    """Raise ValueError where a run's cohort or population is not what was accounted for."""
+    """Raise ValueError if a run's cohort or population is not the one that is accounted for."""
     if cohort is not None:
         raise ValueError(
             f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say "
@@ -276,7 +277,7 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
 
 
 def _noised(exchange: Exchange, clip: Clip, noise: float, spending: Spending) -> Exchange:
-    """Return the exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
+    """Return the exchange with noise on its sums in float64, whose rounding keeps every client within its bound."""
 
     def scatter(outbox: Tree, ids: Rows) -> Tree:
         if not isinstance(clip, AdaptiveClip):
@@ -288,7 +289,7 @@ def _noised(exchange: Exchange, clip: Clip, noise: float, spending: Spending) ->
 
     def finish(partial: Tree) -> Tree:
         aggregate = exchange.finish(partial)
-        if isinstance(aggregate, Sum):  # of what all clients tell for good, which nobody but the server sees
+        if isinstance(aggregate, Sum):  # of persistent contributions, which only the server sees
             return aggregate
         if isinstance(aggregate, Sent):
             return aggregate._replace(fresh=noised(aggregate.fresh))
@@ -320,7 +321,7 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
 
 
 def _report(algorithm: Algorithm, state: AdaptiveState) -> dict[str, float | Tensor]:
-    """Return what the algorithm reports, and the bound."""
+    """Return the algorithm's report with the clipping bound."""
     return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
 
 

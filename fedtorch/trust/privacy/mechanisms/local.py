@@ -1,18 +1,18 @@
-r"""Differential privacy of whole clients without a server to trust: every client adds noise before it says anything.
+r"""Differential privacy of whole clients without a trusted server: every client adds noise to its messages.
 
-A client's message is cut to a norm of at most C and gets noise of z·C/√q on every number,
+A client's message is clipped to a norm of at most C and gets noise of z·C/√q on every number,
 
 .. math:: \tilde v_k = v_k \min(1, C / \|v_k\|) + \frac{z\, C}{\sqrt q}\, \xi_k .
 
-With a quorum q = 1 each message by itself is one release of noise z. Under masks the server sees sums only, and the
-noise of q honest clients together is that of one release: a sum of n clients costs an error of z·C·√(n/q), where noise
-of their own would cost z·C·√n. Numbers are rounded to the grid of the masks before they are added up. In law that is
-rounding of the noised sum, with further independent noise, but for a part of about exp(−2π² s²) where shares of noise
-have s grid steps (Poisson's summation formula); s ≥ 4 is asked for, which leaves 10⁻¹³⁷.
+With a quorum q = 1 each single message is one release of noise z. Under masks the server sees sums only, and the noise
+of q honest clients together is that of one release: a sum of n clients has an error of z·C·√(n/q), where clients' full
+noise would give z·C·√n. Numbers are rounded to the grid of the masks before they are added up. In law that is rounding
+of the noised sum, with further independent noise, except for a part of about exp(−2π² s²) if shares of noise have s
+grid steps (Poisson's summation formula); s ≥ 4 is required, which leaves 10⁻¹³⁷.
 
 *Who is protected:* one client, all its rows in all rounds, against zeros in their place. *From whom:* with q = 1
-everybody, the server included; else whoever sees sums of at least q clients that have added their noise, and no smaller
-ones. Weights are one. Every round counts for every client, whoever is asked.
+everybody, the server included; else adversaries who see only sums of at least q clients that have added their noise.
+Weights are one. Every round counts for every client, whoever is asked.
 
 Sources: Kairouz, Liu and Steinke (2021), "The distributed discrete Gaussian mechanism for federated learning with
 secure aggregation", section 1, for shares of noise; McMahan et al. (2018), Algorithm 1, for clipping.
@@ -58,27 +58,27 @@ def local_level(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Wrapper:
-    """Clip and noise messages at the clients, so that no server has to be trusted with them.
+    """Build the wrapper that clips and noises messages at the clients, so that the server need not be trusted.
 
-    For algorithms whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`.
+    For algorithms without persistent contributions, such as `ft.fedavg`.
 
     Args:
         clip: the bound C on the Euclidean norm of a client's message.
         noise: z, in units of C.
         delta: δ of all ε, below one over the number of clients.
-        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only. With more a
-            run begins only on a population with `carry=sites.masked(minimum=q)` or more.
+        quorum: q, number of clients in every sum that are assumed to add their noise; 1 counts each client's own only.
+            A larger one needs a population with `carry=sites.masked(minimum=q)` or more.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory. On `ft.Remote` every site has its own.
-        entropy: of the noise; default: the operating system's.
+        entropy: source of the noise; default: the operating system's.
 
     Returns:
         A wrapper for runs with any `cohort=`, whose rounds all count for all clients.
 
     Raises:
-        ValueError: clip, noise, δ, quorum or budget out of range. When it is joined: an algorithm with a budget, or
-            whose clients tell something for good. When a run begins: a population whose sums under masks may be of
-            fewer than the quorum, or that has none; shares of noise below the masks' grid.
+        ValueError: clip, noise, δ, quorum or budget out of range. In wrapping: an algorithm with a budget, or with
+            persistent contributions. At the start of a run: a population without masks, or with masks for fewer clients
+            than the quorum; shares of noise below the masks' grid.
 
     Example:
         >>> import torch, fedtorch as ft

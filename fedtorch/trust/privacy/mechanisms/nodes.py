@@ -1,20 +1,20 @@
-r"""Differential privacy of the nodes of a network: every listener is an adversary, and there is no server to trust.
+r"""Differential privacy of the nodes of a network: every listener is an adversary, and there is no trusted server.
 
-A node tells its neighbours u_t, such as its model in GTV minimisation. Under `node_level` it tells
+A node sends u_t to its neighbours, such as its model in GTV minimisation. Under `node_level` it sends
 
 .. math:: \tilde u_t = u_0 + (u_t - u_0) \min(1, C / \|u_t - u_0\|) + z\, C\, \xi_t
 
-with the start u_0, which all nodes have in common and which says nothing of anybody, and fresh noise every time. All
-its neighbours hear the same, so that together they know no more than one of them. What a node last told stays with its
-neighbours whether it is silent or not, so every round counts for every node, and no choice of active nodes amplifies.
+with the start u_0, which is common to all nodes and contains no information, and fresh noise every time. All its
+neighbours receive the same message, so together they know no more than one of them. A silent node's last message stays
+with its neighbours, so every round counts for every node, and no choice of active nodes amplifies.
 
-*Who is protected:* one node, all its rows in all rounds; in the neighbouring federation it tells the start with noise.
-*From whom:* everybody who listens on any edges, all neighbours together, and whoever sees their models. Not what the
-node keeps to itself: its own model, and parameters that are not coupled. Seen from further away a node's privacy is at
+*Who is protected:* one node, all its rows in all rounds; in the neighbouring federation it sends the start with noise.
+*From whom:* everybody who listens on any edges, all neighbours together, and everybody who sees their models. Not
+protected: the node's own model, and parameters that are not coupled. A node's privacy against more distant nodes is at
 least as good; that is not accounted for.
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.3, (9.6)–(9.7); Cyffers, Even, Bellet and
-Massoulié (2022), "Muffliato", section 3, for what listeners on edges see.
+Massoulié (2022), "Muffliato", section 3, for the view of listeners on edges.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node toget
 class NodeState(NamedTuple):
     """A node's state; leaves `(K, ...)`."""
 
-    inner: Tree  # of the algorithm
-    start: Tree  # what it tells before it has been asked
-    told: Tree  # what it has last told, noise and all
+    inner: Tree  # state of the algorithm
+    start: Tree  # contribution before the first round
+    told: Tree  # last contribution, with noise
 
 
 def node_level(
@@ -63,27 +63,27 @@ def node_level(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Wrapper:
-    """Clip and noise what nodes tell their neighbours, so that nobody can tell it from the start beyond (ε, δ).
+    """Build the wrapper that clips and noises nodes' messages, so that none can be told from the start beyond (ε, δ).
 
-    For algorithms whose clients tell something for good and nothing else, such as `ft.gtv`.
+    For algorithms with persistent contributions only, such as `ft.gtv`.
 
     Args:
-        clip: the bound C on how far what a node tells goes from the start (Euclidean, or for `laplace` the sum of
-            absolute values).
-        noise: z, in units of the sensitivity: a node adds z·C to every number that it tells.
+        clip: the bound C on a contribution's distance from the start (Euclidean, or for `laplace` the sum of absolute
+            values).
+        noise: z, in units of the sensitivity: a node adds z·C to every number of its message.
         delta: δ of all ε, below one over the number of nodes.
         mechanism: `gaussian` or `laplace`.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory.
-        entropy: of the noise; default: the operating system's.
+        entropy: source of the noise; default: the operating system's.
 
     Returns:
         A wrapper for runs with any `cohort=`, whose rounds all count for all nodes.
 
     Raises:
-        ValueError: clip, noise, δ or budget out of range. When it is joined: an algorithm with a budget, or one that
-            tells nothing for good.
-        TypeError: in the first round, an algorithm with fresh messages besides.
+        ValueError: clip, noise, δ or budget out of range. In wrapping: an algorithm with a budget, or without
+            persistent contributions.
+        TypeError: in the first round, an algorithm with other messages too.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -139,7 +139,7 @@ def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, N
 def _client(
     algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: NodeState, data: Any, turn: Turn
 ) -> Reply:
-    """Return the algorithm's reply; what it tells is clipped about the start, and noised."""
+    """Return the algorithm's reply with its contribution clipped about the start, and noised."""
     assert algorithm.told is not None
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state.inner, data, turn)

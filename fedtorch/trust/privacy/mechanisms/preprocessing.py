@@ -1,27 +1,27 @@
-r"""Private data instead of private training: what is done to rows before anybody else sees them.
+r"""Private data instead of private training: changes of rows before they are shared.
 
-By post-processing, whatever is then trained on the rows, as often as one likes, is as private as they are. Randomised
-response keeps a label with probability p and else tells one of the other K − 1 at random; it is ε-private with
+By post-processing, everything trained on the changed rows, any number of times, is as private as they are. Randomised
+response keeps a label with probability p and otherwise returns one of the other K − 1 at random; it is ε-private with
 
 .. math:: p = \frac{e^\varepsilon}{e^\varepsilon + K - 1}, \qquad q = \frac{1 - p}{K - 1},
 
-for labels only: the features beside them stay as they are. Because E[1{ỹ = c}] = q + (p − q) 1{y = c}, frequencies and
+for labels only: the features beside them are unchanged. Because E[1{ỹ = c}] = q + (p − q) 1{y = c}, frequencies and
 losses have unbiased estimators, (f̃ − q)/(p − q) and (ℓ(ỹ) − q Σ_c ℓ(c))/(p − q).
 
-That is so as long as the features themselves do not tell the label. Where they do, a row is kept whole with probability
-p and else replaced by one whose label is drawn at random and whose features are made up for that label
-(`replaced_rows`): with features drawn from f(x | y) and made up from g(x | y), a label is ε-private with
+That holds if the features themselves do not reveal the label. If they do, a row is kept whole with probability p and
+otherwise replaced by one with a random label and synthetic features for that label (`replaced_rows`): with features
+drawn from f(x | y) and synthesised from g(x | y), a label is ε-private with
 
 .. math:: p = \frac{e^\varepsilon - 1}{e^\varepsilon - 1 + K r}, \qquad r = \sup_{x, y} \frac{f(x | y)}{g(x | y)},
 
-so that features that are made up well (r = 1) cost no more than none, and bad ones leave hardly a row as it is.
+so well-synthesised features (r = 1) cost no more than none, and bad ones leave hardly a row unchanged.
 
-Publishing a random part of the rows, as they are, is no protection: it is (0, q)-private, where q is the probability of
-a row to be published, and nothing better.
+Publishing a random part of the unchanged rows is no protection: it is (0, q)-private, where q is the probability of a
+row to be published, and nothing better.
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.3, pre-processing; Warner (1965), "Randomized
-response"; Busa-Fekete et al. (2023), "Label differential privacy and private training data release", mechanisms 1
-and 2, whose guarantee is derived here anew; Natarajan et al. (2013), "Learning with noisy labels", Lemma 1.
+response"; Busa-Fekete et al. (2023), "Label differential privacy and private training data release", mechanisms 1 and
+2, whose guarantee is derived here again; Natarajan et al. (2013), "Learning with noisy labels", Lemma 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedtorch.trust.privacy.accounting.spending import on_grid
 from fedtorch.trust.privacy.noise import Mechanism, Uniforms, gaussian
 
 MadeUp = Callable[[Tensor, Uniforms], Tensor]  # (labels (m,), source of uniform numbers) -> features (m, d)
-_CALLS = itertools.count()  # a seed repeats within a call only if the caller makes the entropy anew
+_CALLS = itertools.count()  # a seed repeats within a call only if the caller makes a new entropy
 
 
 def keeping(epsilon: float, classes: int) -> tuple[float, float]:
@@ -63,8 +63,8 @@ def randomised_response(labels: Tensor, classes: int, epsilon: float, entropy: E
     Args:
         labels: integers from 0 to `classes` − 1, any shape.
         classes: K.
-        epsilon: of each label; a person with several labels has as many times ε.
-        entropy: of the draws; default: the operating system's. A seeded one repeats itself in every call.
+        epsilon: of each label; a person with m labels has m times ε.
+        entropy: source of the draws; default: the operating system's. A seeded one repeats itself in every call.
 
     Raises:
         ValueError: labels or settings out of range.
@@ -94,10 +94,10 @@ def replaced_rows(
     ratio: float = 1.0,
     entropy: Entropy | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Replace some rows whole, so that features and label together tell little of a label.
+    """Replace some whole rows, so that features and label together reveal little about a label.
 
-    A row's label is ε-private against any other label in its place with features that belong to that label; only if
-    `ratio` is right, and if `made_up` was not learnt from these rows.
+    A row's label is ε-private against any other label with features that belong to it; only if `ratio` is right, and if
+    `made_up` was not learnt from these rows.
 
     Args:
         features: `(n, d)`.
@@ -106,7 +106,7 @@ def replaced_rows(
         epsilon: of each label.
         made_up: (labels `(m,)`, source of uniform numbers) -> features `(m, d)` for them; see `normal_rows`.
         ratio: r, by which true features are at most more likely than made-up ones.
-        entropy: of the draws; default: the operating system's. A seeded one repeats itself in every call.
+        entropy: source of the draws; default: the operating system's. A seeded one repeats itself in every call.
 
     Returns:
         (features, labels), in the rows' order.
@@ -140,12 +140,12 @@ def replaced_rows(
 
 
 def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
-    """Make up features by normal distributions, one a class, with the means and covariances of public rows.
+    """Build a generator of features by normal distributions, one a class, with the moments of public rows.
 
     See `replaced_rows`.
 
     Args:
-        features: `(n, d)` of rows that are public; those that are to be protected must not be among them.
+        features: `(n, d)` of public rows, without the rows to protect.
         labels: `(n,)` theirs, every class more often than d times.
         classes: K.
         widen: factor on the standard deviations, above 1 for a bounded ratio to true normal features.
@@ -198,7 +198,7 @@ class RandomisedCrossEntropy(nn.Module):
         self.keep, self.other = keeping(epsilon, classes)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the mean over rows, of logits `(n, K)` and told labels `(n,)`; it may be below zero."""
+        """Return the mean over rows, of logits `(n, K)` and randomised labels `(n,)`; it may be negative."""
         losses = -output.log_softmax(-1)
         chosen = losses.gather(-1, target[..., None])[..., 0]
         return ((chosen - self.other * losses.sum(-1)) / (self.keep - self.other)).mean()
@@ -207,7 +207,7 @@ class RandomisedCrossEntropy(nn.Module):
 def noised_features(
     features: Tensor, clip: float, noise: float, mechanism: Mechanism = gaussian, entropy: Entropy | None = None
 ) -> Tensor:
-    """Noise rows so that each is private against any other in its place.
+    """Add noise to rows so that each is private against any other in its place.
 
     A row is scaled down to a norm of at most C and gets noise of z·2C on every number, so that it costs
     `privacy.epsilon(noise=z, delta=…, mechanism=…)`, once.
@@ -217,7 +217,7 @@ def noised_features(
         clip: the bound C, Euclidean or, for `laplace`, on the sum of absolute values.
         noise: z.
         mechanism: `gaussian` or `laplace`.
-        entropy: of the noise; default: the operating system's. A seeded one repeats itself in every call.
+        entropy: source of the noise; default: the operating system's. A seeded one repeats itself in every call.
 
     Raises:
         ValueError: clip or noise out of range.
@@ -252,5 +252,5 @@ def _uniforms(phase: str, count: int, entropy: Entropy | None) -> Tensor:
 
 
 def _purpose(phase: str, entropy: Entropy) -> Purpose:
-    """Return a purpose of its own for every call, unless the numbers are to repeat."""
+    """Return a new purpose for every call, unless the numbers are to repeat."""
     return Purpose(b"", 0, next(_CALLS) if entropy.guarantees else 0, phase, b"")

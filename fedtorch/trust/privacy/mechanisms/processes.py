@@ -1,13 +1,13 @@
-r"""Differential privacy of single rows for multi-output Gaussian processes: noise once, on the sums that units tell.
+r"""Differential privacy of single rows for multi-output Gaussian processes: noise is added once, to the units' sums.
 
-At given hyperparameters and with Gaussian noise of variance σ², all that `ft.fedmgp` needs of a unit are sums over its
-rows r = (φ(x), y), with φ(x) what the row says of the white values t at the inducing inputs,
+At given hyperparameters and with Gaussian noise of variance σ², all that `ft.fedmgp` needs from a unit are sums over
+its rows r = (φ(x), y), with φ(x) the row's dependence on the white values t at the inducing inputs,
 
 .. math:: B = \sum_i \varphi_i \varphi_i^\top / \sigma^2, \qquad a = \sum_i \varphi_i y_i / \sigma^2,
 
-and ‖φ(x)‖² is at most the prior's variance. So the mechanism is that of `NoisedSums`, with the rows' φ for features.
-Hyperparameters that units learn from their rows, and gradients with respect to shared ones, would be told in every
-round and are not bounded: they stay as the module has them, which nobody may have fitted to the rows.
+and ‖φ(x)‖² is at most the prior's variance. The mechanism is therefore that of `NoisedSums`, with the rows' φ for
+features. Hyperparameters learnt from the rows, and gradients with respect to shared ones, would be sent in every round
+and are not bounded: they stay fixed at the module's values, which must not have been fitted to the rows.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ def private_process(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Algorithm:
-    """Build `ft.fedmgp` at the module's hyperparameters for units that tell `NoisedSums` of their rows, released once.
+    """Build `ft.fedmgp` at the module's hyperparameters for units that send `NoisedSums` of their rows, released once.
 
     Args:
-        module: of one unit, with Gaussian noise, without means and processes of the units' own. Scale and noise of all
-            units are those that it has.
+        module: of one unit, with Gaussian noise, without means and own processes. It sets the scale and noise of all
+            units.
         clip_targets: outputs of a larger size are cut to it.
         noise: z, in units of the sensitivity.
         delta: δ, below one over any unit's rows.
-        ridge: added to the scaled sums, see `NoisedSums`; the prior is one already.
-        budget: the largest ε of the ledger; a run that would exceed it is not made.
+        ridge: added to the scaled sums, see `NoisedSums`; the prior already acts as one.
+        budget: the largest ε of the ledger; a run that would exceed it is refused.
         ledger: a file that only grows; None keeps it in memory.
-        entropy: of the noise; default: the operating system's.
+        entropy: source of the noise; default: the operating system's.
 
     Raises:
-        ValueError: settings out of range, or a module whose units have what only their rows tell.
+        ValueError: settings out of range, or a module whose units have parameters that depend on their rows.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -113,7 +113,7 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
         variance = module.likelihood.noise.to(torch.float64)
     rest = statistics.count * _variance(gp) - statistics.gram.diagonal(dim1=1, dim2=2).sum(1)
     constant = statistics.count * (2 * math.pi * variance).log() + (statistics.power + rest.clamp(min=0)) / variance
-    moments = gp.own_moments({name: gp.values[name] for name in gp.own})  # what the module has, nothing of the rows
+    moments = gp.own_moments({name: gp.values[name] for name in gp.own})  # from the module, not from rows
     contribution = Contribution(
         pack(statistics.gram / variance),
         statistics.cross / variance,
@@ -125,7 +125,7 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
 
 
 def _client(gp: StackedGP, inbox: Any, state: UnitState, data: _Released, turn: Turn) -> Reply:
-    """Tell the same in every round."""
+    """Send the same contribution in every round."""
     one = torch.ones_like(data.told.units)
     nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}
     message = UnitMessage(Mean(nothing, one.to(torch.float64)))

@@ -1,10 +1,10 @@
 r"""Differential privacy of labels in split networks: noise on the gradients that a server sends to the parties.
 
-The gradient of row i's log likelihood is a function of its label and of what the parties sent, as long as the server
-has nothing of its own that learns. Clipped to a norm of C, another label moves it by at most 2C, so that Gaussian noise
-of z·2C on every number is one release a step, and T steps cost `privacy.epsilon(noise=z, rounds=T, delta=…)`.
+The gradient of row i's log likelihood is a function of its label and of the parties' messages, provided that the server
+itself has nothing that learns. Clipped to a norm of C, another label changes it by at most 2C, so Gaussian noise of
+z·2C on every number is one release a step, and T steps cost `privacy.epsilon(noise=z, rounds=T, delta=…)`.
 
-Each release is written into a ledger before it is made: steps that are done again after a broken line, and all runs
+Each release is written into a ledger before it is made: steps that are repeated after a broken connection, and all runs
 that share the ledger's file, add up in one ε, and a release beyond the budget is refused.
 
 *Who is protected:* the label of one row, against any other label (replace); features are not. *From whom:* the parties,
@@ -55,11 +55,11 @@ class NoisedGradient(NamedTuple):
 
 
 class PrivateLabels:
-    """Noise on servers' gradients, of which one ledger counts every release; see `noised_gradients`.
+    """Noise on servers' gradients, with one ledger for every release; see `noised_gradients`.
 
     Attributes:
         clip: C.
-        ledger: of all halves that it has been put around.
+        ledger: of all wrapped halves.
     """
 
     def __init__(self, clip: float, noise: float, ledger: Ledger, entropy: Entropy) -> None:
@@ -106,7 +106,7 @@ class PrivateLabels:
 
         def take(step: Send | Receive) -> Half:
             nonlocal released
-            if isinstance(step, Receive):  # values come before gradients in every iteration, which are those of a sum
+            if isinstance(step, Receive):  # in every iteration values come before gradients, which belong to a sum
                 released = None
             elif isinstance(step.message, Gradient):
                 if released is None:
@@ -140,9 +140,9 @@ def noised_gradients(
 ) -> PrivateLabels:
     """Clip and noise a server's gradients row by row, with fresh noise in each step, and count every release.
 
-    What it returns goes around a server's half, `noised_gradients(…)(server, half)`. A sum at the cut layer has one
-    gradient for all parties, which is noised once: all of them hear the same numbers. A half of a journal
-    (`fedtorch.sites.vertical`) does steps again after a broken line, with other noise; these are further releases.
+    The result wraps a server's half, `noised_gradients(…)(server, half)`. A sum at the cut layer has one gradient for
+    all parties, which is noised once: all of them receive the same numbers. A half with a journal
+    (`fedtorch.sites.vertical`) repeats steps after a broken connection, with other noise; these are further releases.
 
     Args:
         clip: C, of a row's gradient times its weight (n/m in minibatches of m of n rows), before any division by the
@@ -152,7 +152,7 @@ def noised_gradients(
         budget: the largest ε: a step that would exceed it is refused, which ends the protocol at all nodes.
         ledger: a file that only grows, beside the labels; all runs on these labels share it. None keeps it in memory,
             for the halves that this one call's result is put around.
-        entropy: of the noise; default: the operating system's.
+        entropy: source of the noise; default: the operating system's.
 
     Raises:
         ValueError: clip, noise, δ or budget out of range; or a file that is damaged, or of another claim or δ.
@@ -164,8 +164,8 @@ def noised_gradients(
         >>> from fedtorch.vfl.model import likelihoods, split_nn
         >>> from fedtorch.protocol import halves as protocol
         >>> data = ft.vfl.VerticalData([torch.eye(2), torch.ones(2, 1)], torch.tensor([0.0, 1.0]))
-        >>> keys, bottoms = ft.random.key(0)[None], [split_nn.mlp(2, [], 1), split_nn.mlp(1, [], 1)]
-        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys)
+        >>> bottoms = [split_nn.mlp(2, [], 1), split_nn.mlp(1, [], 1)]
+        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli())
         >>> server, parties = network.nodes(data, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         >>> private = noised_gradients(clip=1.0, noise=4.0, delta=1e-3, budget=1.0, entropy=privacy.from_seed(0))
         >>> for _ in range(2):  # a step, and the same once more

@@ -1,4 +1,4 @@
-r"""Differential privacy of single rows for linear models: noise once, on the sums that a client's problem is made of.
+r"""Differential privacy of single rows for linear models: noise is added once, to a client's sufficient statistics.
 
 With features scaled to φ of norm at most 1 and targets to y of norm at most 1, a client's problem is a function of
 M = Σ_i r_i r_iᵀ with r = (φ, 1, y), and of its number of rows. A row of zeros in place of another changes the numbers
@@ -6,13 +6,14 @@ of M (each pair off the diagonal once, by √2) by at most
 
 .. math:: \Delta = \sqrt{(\|r\|^2)^2 - 1} \le \sqrt 8, \quad\text{without an intercept}\quad \Delta \le 2,
 
-so noise of z·Δ on them is one release, and everything later, rounds without end, is made of what was released. What the
-noise has made indefinite is cut back to the nearest positive semidefinite M.
+Noise with standard deviation z·Δ on these numbers is one release; everything computed from it afterwards, over any
+number of rounds, is post-processing. A noised M that is indefinite is projected onto the positive semidefinite
+matrices.
 
-So least squares (`sufficient_statistics`, also in HM1), conjugate EP and Gibbs samplers of linear regression
-(`NoisedSums`) can be private in any number of rounds. A Gibbs sampler of the rows themselves cannot: a draw tells of
-them through their likelihood, which has no bound, so that no ε holds for it. On clipped and noised sums it is a
-function of what has been released.
+Least squares (`sufficient_statistics`, also in HM1), conjugate EP and Gibbs samplers of linear regression
+(`NoisedSums`) are therefore private in any number of rounds. A Gibbs sampler of the rows themselves has no finite ε,
+because the likelihood through which a draw depends on a row is unbounded. On clipped and noised sums a draw is
+post-processing.
 
 *Who is protected:* one row of one client, against a row of zeros; the numbers of rows are public. *From whom:*
 everybody, the server included.
@@ -50,23 +51,23 @@ ADVERSARY = "everybody, the server included, who sees anything that is made of t
 
 
 class _SpentOnce(Spending):
-    """Spend a budget when a run is made, and not by its rounds."""
+    """A budget that is spent once, when the run is built, instead of in each round."""
 
     _blocks = 0
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Write the release down; the cohort is the run's."""
+        """Write the release into the ledger; return the run's cohort unchanged."""
         super().cohort(cohort, clients)
         super().spend(0, None, torch.zeros(0, dtype=torch.int64))
         self._blocks = 0
         return cohort
 
     def planned(self, rounds: int) -> Counter[Release]:
-        """Return the one release of a run, whose rounds release nothing further."""
+        """Count the single release of a run; its rounds release nothing further."""
         return Counter({self.release: self.count})
 
     def block(self) -> str:
-        """Return a phase of its own for the next block of clients."""
+        """Return the phase under which the next block of clients draws its noise."""
         self._blocks += 1
         return f"sums of block {self._blocks}"
 
@@ -78,18 +79,18 @@ class _SpentOnce(Spending):
         """Allow every round: rounds release nothing further.
 
         Raises:
-            RuntimeError: the sums have not been made, so that the run works on something else.
+            RuntimeError: no noised sums have been computed, so the model uses something else.
         """
         if not self._blocks:
             raise RuntimeError("Expected a model of the noised sums, but nobody has asked for them; pass statistics=")
 
 
 class NoisedSums:
-    """Sum clipped rows with noise, for models that need nothing else of the rows, at the price of one release.
+    """Clipped row sums with noise, at the price of one release, for models whose data enter only by these sums.
 
-    The release is made, and written into the ledger, when a run is made; a run that is resumed makes its sums anew.
-    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `algorithm | sums.protect()` ties
-    the algorithm to the ledger, without which no noise can be drawn.
+    The release is made, and written into the ledger, when a run is built; a resumed run makes its sums anew. Pass the
+    object as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`, then wrap the algorithm with
+    `algorithm | sums.protect()`: noise can only be drawn by an algorithm that is tied to the ledger.
 
     Args:
         clip_features: rows whose features have a larger Euclidean norm, without the intercept, are scaled down to it.
@@ -97,13 +98,13 @@ class NoisedSums:
         noise: z, in units of the sensitivity Δ.
         delta: δ, below one over any client's rows.
         ridge: added to the scaled X'X, in units of z·Δ·√p, about the norm of the noise in p features; 0 for none.
-        budget: the largest ε of the ledger; a run that would exceed it is not made.
-        ledger: a file that only grows; None keeps it in memory.
-        entropy: of the noise; default: the operating system's.
+        budget: the largest ε of the ledger; a run that would exceed it is refused.
+        ledger: an append-only file; None keeps the ledger in memory.
+        entropy: source of the noise; default: the operating system's.
 
     Attributes:
-        settings: of these, those that a fingerprint knows.
-        spending: the budget of algorithms.
+        settings: the arguments that enter a run's fingerprint.
+        spending: the budget for the algorithm.
 
     Raises:
         ValueError: settings out of range.
@@ -146,10 +147,10 @@ class NoisedSums:
         self.settings = {**about, "ridge": ridge}
 
     def protect(self) -> Wrapper:
-        """Return the wrapper that gives their budget to an algorithm of a model with these sums for its rows.
+        """Build the wrapper that attaches this budget to an algorithm whose model uses these sums.
 
         Raises:
-            ValueError: when it is joined, an algorithm with a budget of its own.
+            ValueError: the wrapped algorithm already has a budget.
         """
 
         def wrap(algorithm: Algorithm) -> Algorithm:
@@ -160,10 +161,11 @@ class NoisedSums:
         return Wrapper(Stage.PRIVACY, "sums.protect", wrap, self.settings)
 
     def __call__(self, data: Any, features: int | None = None) -> SufficientStatistics:
-        """Compute the sums of a block's rows (x `(d,)`, y `()`), as `models.linear.block_statistics` does plainly.
+        """Compute the noised sums of a block of rows x `(d,)`, y `()`; the plain ones are
+        `models.linear.block_statistics`.
 
         Raises:
-            BadClients: clients with 1/δ rows or more. RuntimeError: outside a run that `protect` has made known.
+            BadClients: clients with 1/δ rows or more. RuntimeError: called outside a run of a wrapped algorithm.
         """
         return self.of(*regression_fields(data.batch, features), data.mask, data.count)
 
@@ -202,23 +204,24 @@ def sufficient_statistics(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> LocalSolver:
-    """Build `ft.least_squares` on `NoisedSums`, for any algorithm, `ft.matrix_normal` too, and any number of rounds.
+    """Build `ft.least_squares` on `NoisedSums`, for any algorithm (`ft.matrix_normal` included) and any number of
+    rounds.
 
     Args:
         module: an `nn.Linear` or a `LinearHead`; its feature map must not have been learnt from the rows.
-        clip_features: see `NoisedSums` for this and all that is not here.
-        clip_targets: of targets.
+        clip_features: this and the arguments below are those of `NoisedSums`.
+        clip_targets: bound on the norm of a row's targets.
         noise: z, in units of the sensitivity Δ.
         delta: δ, below one over any client's rows.
         ridge: added to the scaled X'X.
-        steps: of gradient descent a round; None for the minimiser.
+        steps: gradient steps a round; None for the minimiser.
         budget: the largest ε of the ledger; a run that would exceed it is not made.
         ledger: a file that only grows; None keeps it in memory.
-        entropy: of the noise; default: the operating system's.
+        entropy: source of the noise; default: the operating system's.
 
     Raises:
-        ValueError: settings out of range; when a run is made, too large a δ, or targets that do not fit.
-        RuntimeError: when a run is made, the budget is spent.
+        ValueError: settings out of range; at the start of a run, too large a δ or targets of the wrong shape.
+        RuntimeError: at the start of a run, the budget is spent.
     """
     bounds = {"clip_features": clip_features, "clip_targets": clip_targets}
     sums = NoisedSums(**bounds, noise=noise, delta=delta, ridge=ridge, budget=budget, ledger=ledger, entropy=entropy)
@@ -248,12 +251,12 @@ def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spe
 
 
 def sensitivity(intercept: bool) -> float:
-    """Return Δ, by which one row, against a row of zeros, changes M; pairs off the diagonal count once by √2."""
+    """Return Δ, the largest change of M when one row becomes zeros; entries off the diagonal count once, times √2."""
     return math.sqrt((2 + intercept) ** 2 - intercept)
 
 
 def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce) -> Tensor:
-    """Noise every number of M `(K, m, m)` once, and cut it back to positive semidefinite; its constant is public."""
+    """Add noise to every entry of M `(K, m, m)`, except the public constant, and project onto the semidefinite cone."""
     clients, size = sums.shape[:2]
     row, column = torch.triu_indices(size, size)
     scale = torch.where(row == column, 1.0, math.sqrt(0.5)).to(torch.float64)
@@ -271,6 +274,6 @@ def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce
 
 
 def _cut(rows: Tensor, bound: float) -> Tensor:
-    """Divide rows `(K, N, d)` by the bound and cut them to norm one; rows that are not finite become zeros."""
+    """Divide rows `(K, N, d)` by the bound and clip them to norm one; rows that are not finite become zeros."""
     norm = rows.norm(dim=2, keepdim=True) / bound
     return torch.where(norm.isfinite(), rows / bound / norm.clamp(min=1), 0.0)

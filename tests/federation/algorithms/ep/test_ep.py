@@ -105,12 +105,11 @@ def test_two_features_with_orthogonal_columns_are_two_problems_of_one() -> None:
         assert float((posterior(run).stddev[[j, 2 + j]] / sd - 1).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_exact_for_a_conjugate_model_after_one_round_of_sites(chunk: int | None) -> None:
+def test_exact_for_a_conjugate_model_after_one_round_of_sites() -> None:
     levels = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin()
     project, data = conjugate(levels)
     prior = MultivariateNormal(torch.ones(3, dtype=torch.float64), 2 * torch.eye(3, dtype=torch.float64))
-    run = ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data, chunk), rounds=2)
+    run = ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data), rounds=2)
     found = posterior(run, tolerance=math.inf)
     count = torch.arange(1.0, 6.0, dtype=torch.float64)
     precision = 0.5 + count.sum()

@@ -48,12 +48,11 @@ def models(round: ft.Round, algorithm: ft.Algorithm, clients: int = N) -> Tensor
     return torch.stack([client_tensors(round.clients, outbox, k)["weight"][0] for k in range(clients)])
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize("cohort", [None, 3])
-def test_relaxation_reaches_the_dense_solution(chunk: int | None, cohort: int | None) -> None:
+def test_relaxation_reaches_the_dense_solution(cohort: int | None) -> None:
     algorithm, rounds = relax(), 40 if cohort is None else 130
     start = {"weight": torch.full((1, 3), 2.0, dtype=torch.float64)}
-    found = ft.run(algorithm, ft.InProcess(BARE, chunk), start, cohort=cohort, rounds=rounds).last
+    found = ft.run(algorithm, ft.InProcess(BARE), start, cohort=cohort, rounds=rounds).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
 
 

@@ -61,9 +61,8 @@ def test_the_network_is_one_where_the_checks_can_fail() -> None:
 @pytest.mark.parametrize(
     ("relay", "rounds", "reach"), [(0, 5, 1), (None, 1, 1), (None, 2, 2), (None, 3, 3), (None, 9, 9)]
 )
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_the_nearest_of_all_so_many_edges_away(relay: int | None, rounds: int, reach: int, chunk: int | None) -> None:
-    found = ft.run(search(relay=relay), ft.InProcess(ROWS, chunk), rounds=rounds).tensors()
+def test_the_nearest_of_all_so_many_edges_away(relay: int | None, rounds: int, reach: int) -> None:
+    found = ft.run(search(relay=relay), ft.InProcess(ROWS), rounds=rounds).tensors()
     neighbours, distances = nearest_within(hops(NETWORK) <= reach)
     assert torch.equal(found["neighbours"], neighbours)
     torch.testing.assert_close(found["distances"], distances, rtol=1e-12, atol=1e-12)

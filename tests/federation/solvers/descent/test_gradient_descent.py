@@ -36,9 +36,10 @@ def test_optimisers(name):
     check(net(), loss=F.cross_entropy, optimizer=OPTIMISERS[name], epochs=3, batch_size=4)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize("options", [{"epochs": 1}, {"epochs": 3}, {"steps": 7}], ids=str)
-@pytest.mark.parametrize("counts", [(3,), (4,), (5,), (3, 4, 5, 8), RAGGED], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [("momentum", {"epochs": 3}), ("adam", {"steps": 7})], ids=["momentum", "adam"]
+)
+@pytest.mark.parametrize("counts", [(3,), (4,), (3, 4, 5, 8), RAGGED], ids=str)
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_batches_of_a_data_loader(optimizer, options, counts, batch_size):
     options = {**options, "batch_size": batch_size}

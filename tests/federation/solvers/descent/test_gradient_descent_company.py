@@ -66,7 +66,7 @@ def test_company_does_not_matter(kind, batched):
     data, key = stacked_data(), keys(7)
     local = gradient_descent(lit(kind=kind), epochs=2, batch_size=4, batched=batched)
     together = solve(gradient_descent(lit(kind=kind), epochs=2, batch_size=4), data, key)
-    for cohort in ([0], [5], [1, 2], [6, 3, 0], [0, 1, 2, 3, 4, 5, 6]):
+    for cohort in ([5], [6, 3, 0], [0, 1, 2, 3, 4, 5, 6]):
         at = torch.tensor(cohort)
         part = solve(local, tree.take(data, at), key[at])
         torch.testing.assert_close(part, tree.take(together, at), **CLOSE)

@@ -333,8 +333,7 @@ def bad_clients() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("bad", ["raises", "wide", "empty"])
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(("bad", "chunk"), [("raises", 3), ("wide", 1), ("wide", 3), ("empty", 1)])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_bad_loader_is_named_and_the_round_is_not_lost(solver: str, chunk: int, bad: str, caplog: Any) -> None:
     good = loaders()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.verticals import logistic_data
 
-from fedtorch import random, vfl
+from fedtorch import vfl
 from fedtorch.protocol.halves import together
 from fedtorch.sites import Hub
 from fedtorch.sites.streams import memory
@@ -26,12 +26,10 @@ from fedtorch.vfl.model.split_nn import mlp
 from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration
 
-KEYS = random.fold_in(random.key(0), torch.arange(2))
-
 
 def network(**arguments) -> vfl.SplitNetwork:
     bottoms = [mlp(width, [], 1).double() for width in (3, 2)]
-    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS, **arguments).double()
+    return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), seed=[0, 1], **arguments).double()
 
 
 def trained(data: vfl.VerticalData, noise: float, steps: int = 4) -> vfl.SplitNetwork:
