@@ -5,7 +5,8 @@ fedtorch invite NAME --authority DIR --at H:P     server: print a token for a si
 fedtorch admit --authority DIR --server DIR --listen H:P   server: enrol the sites that show a token, until interrupted
 fedtorch revoke NAME --server DIR --why TEXT      server: let a site in no longer
 fedtorch enrol TOKEN --identity DIR [--renew]     site: make a key, and have it certified
-fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
+fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over; --ask: only after a yes
+fedtorch join --check --data my_data.py           site: say what the file lets a server have, and connect to nobody
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
 fedtorch states DIR --begin-sums                  site: begin the memory of sums under masks that it takes part in
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -72,6 +74,11 @@ def _add_site(commands: Any) -> None:
     source.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument(
         "--check", action="store_true", help="read --data, say what it lets a server have, and connect to nobody"
+    )
+    join.add_argument(
+        "--ask",
+        action="store_true",
+        help="show what leaves in a run, or for a formula, and wait for yes on the terminal",
     )
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
@@ -192,6 +199,13 @@ def _join(options: argparse.Namespace) -> None:
         return
     if options.address is None:
         raise ValueError("Expected HOST:PORT of the run's server, but got none; --check connects to nobody")
+    if options.ask and options.data is None:
+        raise ValueError("Expected --data FILE with --ask, but got --half; of a half see `run.disclosure()`")
+    if options.ask and (sys.stdin is None or not sys.stdin.isatty()):
+        raise ValueError(
+            "Expected a terminal with --ask, where somebody says yes or no, but got none; start it there, or leave "
+            "--ask out: Policy(...) holds all runs to its limits, and --check says what these let a server have"
+        )
     (_take_part if options.half is None else _run_half)(options)
 
 
@@ -234,10 +248,23 @@ def _take_part(options: argparse.Namespace) -> None:
     _begin(options, me)
     dial = partial(transport.connect, options.address, me)
     record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
-    session = join(dial, configuration, _states(options), identity=me, timeout=options.timeout, record=record)
+    ask = _say_yes if options.ask else None
+    session = join(dial, configuration, _states(options), identity=me, timeout=options.timeout, record=record, ask=ask)
     print(f"run {session.run} is over")
     if options.save is not None:
         session.save(options.save)
+
+
+def _say_yes(shown: str) -> bool:
+    """Show a text, and wait on the terminal for yes or no; its end is a no."""
+    print(f"\n{shown}")
+    while True:
+        try:
+            said = input("Take part? yes or no: ").strip().lower()
+        except EOFError:
+            return False
+        if said in ("yes", "no"):
+            return said == "yes"
 
 
 def _show_states(options: argparse.Namespace) -> None:

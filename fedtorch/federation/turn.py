@@ -26,6 +26,7 @@ class Turn:
         taken: least number of rows used by a client of the round, under "", if it does not use all, as in some steps on
             minibatches; and by name, rows in a value about one of its batches, such as the last. Solvers add to it; it
             is one dictionary for all blocks of the round.
+        goal: rounds in all that the run is to do, None if that is not known.
         names: `(K,)` the numbers of all clients' names, from which random draws derive, see `fedtorch.random.named`;
             None if these are the clients' ids.
 
@@ -45,11 +46,12 @@ class Turn:
         refused: set[str] | None = None,
         names: Tensor | None = None,
         taken: dict[str, int] | None = None,
+        goal: int | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
         self.refused: set[str] = set() if refused is None else refused
         self.taken: dict[str, int] = {} if taken is None else taken
-        self.names = names
+        self.names, self.goal = names, goal
 
     @property
     def key(self) -> Tensor:

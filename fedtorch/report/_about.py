@@ -61,11 +61,11 @@ def about(
         "network": reduced(network),
         "posteriors": [*posteriors.found(run), *(clients or [])],
         "disclosure": _disclosure(run),
-        **({} if isinstance(run, VerticalRun) else _of_federation(run, network)),
+        **({} if isinstance(run, VerticalRun) else _of_federation(run, network, bool(ended or run.ended))),
     }
 
 
-def _of_federation(run: Run, network: Any) -> dict[str, Any]:
+def _of_federation(run: Run, network: Any, ended: bool) -> dict[str, Any]:
     """Return the facts that a vertical fit has not: the algorithm's network and budget, what the population knows."""
     organisations = getattr(run.population, "organisations", {})
     return {
@@ -74,6 +74,8 @@ def _of_federation(run: Run, network: Any) -> dict[str, Any]:
         "missing": _missing(run),
         "audited": _audited(run),
         "organisations": {name: list(sites) for name, sites in organisations.items()},
+        "absences": dict(getattr(run.population, "absences", {})),
+        "goal": None if ended or run.goal is None or run.number >= run.goal else run.goal,
     }
 
 

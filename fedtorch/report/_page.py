@@ -60,7 +60,7 @@ def page(story: Story) -> str:
             convergence=convergence,
             missing=_missing(about["missing"]),
             disclosure=about["disclosure"],
-            organisations=organisations(about["organisations"], shared),
+            organisations=organisations(about["organisations"], shared, about["absences"]),
             shared=shared,
             client_charts=_client_charts(last, about["scores"]),
             client_tables=_client_tables(losses, last, about),
@@ -94,7 +94,8 @@ def _templates() -> Environment:
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     """Return the figures at the top of the page: (label, value, remark)."""
     table, about = story.table, story.about
-    tiles = [("rounds", f"{len(table):,}", about["ended"]), ("clients", f"{clients:,}", "")]
+    so_far = "" if about["goal"] is None else f"of {about['goal']:,}, and goes on"
+    tiles = [("rounds", f"{len(table):,}", about["ended"] or so_far), ("clients", f"{clients:,}", "")]
     if not len(table):
         return tiles
     last = lambda name: float(table[name].dropna().iloc[-1]) if table[name].notna().any() else math.nan
@@ -225,15 +226,17 @@ def joined(losses: pd.DataFrame, organisations: Mapping[str, Sequence[str]]) -> 
     return losses.drop_duplicates(["round", "client"], ignore_index=True), shared
 
 
-def organisations(clients: Mapping[str, Sequence[str]], shared: set[str]) -> list[list[str]]:
-    """Return a line for each organisation: its name, its clients, and what its numbers are.
+def organisations(
+    clients: Mapping[str, Sequence[str]], shared: set[str], absences: Mapping[str, str]
+) -> list[list[str]]:
+    """Return a line for each organisation: its name, its clients, what its numbers are, and when it was missing.
 
-    >>> organisations({"north": ["a", "b"], "south": ["c"]}, {"north"})
-    [['north', '2: a, b', 'the mean of 2 clients'], ['south', '1: c', "each client's own"]]
+    >>> organisations({"north": ["a", "b"], "south": ["c"]}, {"north"}, {"south": "late 2 times"})
+    [['north', '2: a, b', 'the mean of 2 clients', ''], ['south', '1: c', "each client's own", 'late 2 times']]
     """
     lines = []
     for name, own in clients.items():
         few = ", ".join(own[:4]) + ", …" * (len(own) > 4)
         numbers = f"the mean of {len(own)} clients" if name in shared else "each client's own"
-        lines.append([name, f"{len(own):,}: {few}", numbers])
+        lines.append([name, f"{len(own):,}: {few}", numbers, absences.get(name, "")])
     return lines

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from fedtorch import expected
 from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
@@ -21,6 +23,8 @@ class Report(L.Callback):
         folder: where it goes; default: the logger's folder, without a logger the Trainer's `default_root_dir`.
         title: of the page; default: the algorithm's name.
         network: to draw, with its positions; default: that of the algorithm, if it has one.
+        every: seconds between two states of the page while training goes on, which a browser that shows it then
+            follows; None writes it at the end alone.
 
     Attributes:
         page: where the page is, None before.
@@ -34,8 +38,18 @@ class Report(L.Callback):
         ...                     enable_checkpointing=False, enable_progress_bar=False)
     """
 
-    def __init__(self, folder: Path | str | None = None, *, title: str = "", network: Network | None = None) -> None:
-        self.folder, self.title, self.network = folder, title, network
+    def __init__(
+        self,
+        folder: Path | str | None = None,
+        *,
+        title: str = "",
+        network: Network | None = None,
+        every: float | None = None,
+    ) -> None:
+        if every is not None:
+            expected.positive(every=every)
+        self.folder, self.title, self.network, self.every = folder, title, network, every
+        self._next = 0.0
         self.page: Path | None = None
         self._place: Path | str | None = None
 
@@ -44,6 +58,14 @@ class Report(L.Callback):
         if not isinstance(getattr(pl_module, "run", None), (Run, VerticalRun)):
             raise TypeError(f"Expected a Federation or a SplitNetwork to report of, but got {type(pl_module).__name__}")
         self._place = self.folder or trainer.log_dir or trainer.default_root_dir
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the report as it is now, if it is time to."""
+        if self.every is None:
+            return
+        if trainer.strategy.broadcast(time.monotonic() >= self._next):  # of the first rank: all write
+            self._write(pl_module, "")
+            self._next = time.monotonic() + self.every
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the report, which says so where training has stopped early."""

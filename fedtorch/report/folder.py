@@ -59,6 +59,8 @@ _NOTHING: dict[str, Any] = {
     "posteriors": [],
     "privacy": None,
     "organisations": {},
+    "absences": {},
+    "goal": None,
     "audited": "",
     "missing": None,
     "disclosure": [],

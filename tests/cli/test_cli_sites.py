@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fedtorch as ft
 from fedtorch import cli, sites
 from fedtorch.cli._launch import THREADS
-from fedtorch.sites import Roster
+from fedtorch.sites import AuditRecord, Roster, serve
 from fedtorch.sites.identity import identity
 
 pytest.importorskip("grpc")
@@ -167,3 +170,50 @@ policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), ro
     assert "Before a run: clients' names and row counts" in said
     assert "Expected HOST:PORT" in refused(capsys, "join", "--data", str(file))
     assert "Expected --data FILE with --check" in refused(capsys, "join", "--check", "--half", "half.py")
+
+
+def test_who_is_to_be_asked_needs_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: False))
+    ask = ["join", "h:1", "--identity", str(tmp_path), "--ask"]
+    assert "Expected a terminal with --ask, where somebody" in refused(capsys, *ask, "--data", "my_data.py")
+    assert "Expected --data FILE with --ask, but got --half" in refused(capsys, *ask, "--half", "half.py")
+
+
+def test_a_site_joins_after_a_yes_on_the_terminal(
+    server: str,
+    authority: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "my_data.py").write_text(
+        """
+import torch, fedtorch as ft
+
+data = ft.data.from_tensors([(torch.randn(20, 2), torch.ones(20))], names=["ward 7"])
+algorithms = {"averaging": lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}
+"""
+    )
+    made, roster = identity.make_site(authority, "a"), Roster(Path(server) / "roster.json")
+    made.save(tmp_path / "a")
+    roster.add("a", identity.fingerprint(made.certificate))
+    host = serve("127.0.0.1:0", identity.read(server), roster)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt: "yes")
+    command = ["join", f"127.0.0.1:{host.port}", "--identity", str(tmp_path / "a"), "--ask", "--timeout", "20"]
+    arguments = ([*command, "--data", str(tmp_path / "my_data.py")],)
+    site = threading.Thread(target=cli.main, args=arguments, daemon=True)
+    site.start()
+    sites = ft.Remote(host, ["a"], "averaging", timeout=30.0)
+    run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), sites, rounds=1)
+    sites.finish(run)
+    site.join(30.0)
+    host.close()
+    said = capsys.readouterr().out
+    assert f"Run {run.clients.run}\nAlgorithm: averaging()\nClients: client 0 of 1\nWhat leaves this site" in said
+    assert said.endswith(f"run {run.clients.run} is over\n")
+    events = list(AuditRecord.entries(tmp_path / "a" / "states" / "record.jsonl"))
+    (entry,) = [each for each in events if each["event"] == "consent"]
+    assert entry["answer"] == "yes"

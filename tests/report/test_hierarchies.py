@@ -24,6 +24,7 @@ from fedtorch.report._words import rounds, width
 from fedtorch.report.folder import render
 from fedtorch.sites import AuditRecord, Policy
 from fedtorch.sites.identity import identity
+from fedtorch.sites.rounds.status import Trouble
 
 
 def clinics(count: int = 4) -> ft.data.FederatedData:
@@ -164,10 +165,12 @@ def test_organisations_and_what_their_numbers_are(tmp_path: Path) -> None:
     with joined_sites(offers(clinics(6), fedavg, policy=Policy(minimum=21)), record=record) as (sites, _):
         assert list(sites.organisations) == ["a", "b", "c"]
         run = ft.run(fedavg(), sites, rounds=2)
+        sites.plan.sites.tally["b"] = Trouble(late=2, why="it is late", at="2026-11-30T14:01:40Z")
         words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
         sites.finish(run)
     assert "the mean of 2 clients" in words
     assert "a: mean of 2 clients" in words
+    assert "late 2 times; last at 2026-11-30T14:01:40Z: it is late" in words
     assert "The server's audit record is audit.jsonl" in words
 
 

@@ -268,6 +268,42 @@ def test_a_trainer_writes_it(tmp_path: Path) -> None:
     assert "Highest validation error" in Page(callback.page.read_text()).texts
 
 
+def refreshes(html: str) -> bool:
+    """Whether a browser that shows a page reads it again and again."""
+    return ("meta", {"http-equiv": "refresh", "content": "10"}) in harmless(html).elements
+
+
+def test_a_page_refreshes_while_its_run_goes_on(tmp_path: Path) -> None:
+    data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+    run, pages = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data)), list[str]()
+    for _ in run.rounds(3):
+        pages.append(ft.report.write(run, tmp_path).read_text())
+    assert [refreshes(page) for page in pages] == [True, True, False]
+    assert "of 3, and goes on" in harmless(pages[0]).texts
+    assert "of 3, and goes on" not in harmless(pages[2]).texts
+    next(run.rounds(9))
+    assert not refreshes(ft.report.write(run, tmp_path, ended="somebody pulled the plug").read_text())
+
+
+def test_a_trainer_writes_it_while_training_goes_on(tmp_path: Path) -> None:
+    data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+    pages = list[str]()
+
+    class Reads(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            pages.append((tmp_path / "report.html").read_text())
+
+    for every, seen in ((1e-9, 3), (1e9, 1)):
+        pages.clear()
+        federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))
+        trainer(max_epochs=3, callbacks=[ft.Report(tmp_path, every=every), Reads()]).fit(federation)
+        assert len(set(pages)) == seen
+        assert refreshes(pages[0])
+        assert not refreshes((tmp_path / "report.html").read_text())
+    with pytest.raises(ValueError, match="positive every, but got 0"):
+        ft.Report(tmp_path, every=0.0)
+
+
 def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))

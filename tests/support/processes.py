@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -47,6 +48,14 @@ class Process:
     def kill(self) -> None:
         """End it by SIGKILL."""
         self._process.kill()
+
+    def await_text(self, text: str, timeout: float) -> None:
+        """Wait until it has written a text."""
+        ends = time.monotonic() + timeout
+        while text not in self._log.read_text():
+            if time.monotonic() > ends:
+                raise TimeoutError(f"Expected {text!r} within {timeout} s, but got {self._log.read_text()[-3000:]}")
+            time.sleep(0.05)
 
     def communicate(self, timeout: float | None = None) -> str:
         """Wait for its end, and return what it has written, errors included."""

@@ -70,6 +70,7 @@ class Thread(threading.Thread):
         identity: Identity | None = None,
         record: AuditRecord | None = None,
         timeout: float = 20.0,
+        ask: Callable[[str], bool] | None = None,
     ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
         self.host, self.site, self.configuration, self.folder, self.identity = (
@@ -79,14 +80,14 @@ class Thread(threading.Thread):
             folder,
             identity,
         )
-        self.record, self.timeout = record, timeout
+        self.record, self.timeout, self.ask = record, timeout, ask
         self.session: SiteSession | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             dial = lambda: memory.link(self.host, self.site)
-            own = {"identity": self.identity, "record": self.record}
+            own = {"identity": self.identity, "record": self.record, "ask": self.ask}
             self.session = join(dial, self.configuration, self.folder, timeout=self.timeout, **own)
         except Exception as error:
             self.error = error

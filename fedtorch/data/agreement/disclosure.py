@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class AnswerLog:
         self._facts = Facts(None if folder is None else folder / _FILE, "answers", self._know)
         self._answers: dict[str, dict[str, Any]] = {}
         self._designs = set[str]()
+        self._complete: dict[tuple[str, ...], bool] = {}  # columns -> whether complete rows were told of
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
         """Return the earlier answer, which may be None, or compute and store it.
@@ -94,7 +95,8 @@ class AnswerLog:
             )
         if before["answer"] != answer:
             _LOG.warning(
-                "the site tells its %s as it told it before, of other rows than it has now; delete %s to begin anew",
+                "the site tells its %s as it told it before, of other rows than it takes now; where its frame has "
+                "changed, delete %s to begin anew",
                 *(what, self._facts.path or "what it remembers, by starting again,"),
             )
         return before["answer"]
@@ -113,6 +115,31 @@ class AnswerLog:
                 raise Refused(f"the site has made rows by {most} designs, and does not by more")
             self._facts.add({"design": name})
 
+    def leave_out(self, columns: Sequence[str], most: int, check: Callable[[Sequence[tuple[str, ...]]], None]) -> None:
+        """Remember for which columns rows that lack a cell are left out.
+
+        Args:
+            columns: that a formula reads.
+            most: sets of columns, in all; those that were refused count too, for each refusal tells something.
+            check: refuses the columns with those before.
+
+        Raises:
+            Refused: as `check` does, or a set of columns too many.
+        """
+        key = tuple(sorted(set(columns)))
+        with self._facts.alone():
+            if self._complete.get(key):
+                return
+            if key not in self._complete and len(self._complete) >= most:
+                raise Refused(f"the site has left out rows for {most} sets of columns, and does not for more")
+            try:
+                check([each for each, told in self._complete.items() if told])
+            except Refused:
+                if key not in self._complete:
+                    self._facts.add({"complete": list(key), "told": False})
+                raise
+            self._facts.add({"complete": list(key), "told": True})
+
     def has_counted(self, design: str) -> bool:
         """Return whether rows were made by a design."""
         with self._facts.alone():
@@ -121,6 +148,8 @@ class AnswerLog:
     def _know(self, fact: Mapping[str, Any]) -> None:
         if "design" in fact:
             self._designs.add(fact["design"])
+        elif "complete" in fact:
+            self._complete[tuple(fact["complete"])] = fact["told"]
         else:
             self._answers[fact["what"]] = {"minimum": fact["minimum"], "answer": fact["answer"]}
 

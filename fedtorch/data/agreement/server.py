@@ -3,10 +3,10 @@
 The conversation is a generator: it yields a question for all sites, receives their answers by name, and returns the
 design. Questions and answers are JSON.
 
-1. `describe`: the formula, the minimum, offsets besides the formula's, and which levels are declared. A site parses the
-   formula, checks it against its policy, and answers about its own columns with numbers and names behind which are at
-   least `minimum` of its own rows: histograms of columns that are scaled or have knots, of the response and of offsets,
-   which give means and sds; names of levels.
+1. `describe`: the formula, the minimum, offsets and other columns besides the formula's, and which levels are
+   declared. A site parses the formula, checks it against its policy, and answers about its own columns with numbers and
+   names behind which are at least `minimum` of its own rows: histograms of columns that are scaled or have knots, of
+   the response and of offsets, which give means and sds; names of levels.
 2. `make`: the design. Each site makes its own rows by it, or refuses if a row has an unknown level.
 
 >>> import pandas
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from fedtorch.data.agreement.alike import check_alike
 from fedtorch.data.agreement.histogram import (
     Histogram,
     bounds,
@@ -281,6 +282,7 @@ def _described(request: Request) -> Conversation:
         "declared": sorted(declared),
         "also": _also(request, formula),
         "offset": [] if request.offset is None else [request.offset],
+        "beside": [column for column in (request.weights, request.trials) if column is not None],
     }
     answers = yield question
     _check_answers(answers, request.formula)
@@ -327,7 +329,9 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
     text = known.text(declared)
     needs = requirements(formula, {*text, *declared})
     for column in text:
-        _check_alike(column, known.where_text(column), list(known.answers))
+        where = known.where_text(column)
+        kinds = {site: "text" if site in where else "numbers" for site in known.answers}
+        check_alike(f"column {column!r} of one kind", kinds, f"write it as C({column})")
     wanted = described(formula, needs, _also(request, formula))
     given = {name: Scale(float(mean), float(sd)) for name, (mean, sd) in request.scales.items()}
     scales = {
@@ -390,12 +394,3 @@ def _standardised(design: Design, scales: Mapping[Quantity, Scale], known: SiteA
             chosen |= {f"{variable.name}[{i + 1}]": Scale(0.0, sd) for i in range(variable.number)}
     every = [chosen.get(name, Scale(0.0, 0.0)) for name in design.columns]
     return design.standardised([scale.mean for scale in every], [scale.sd for scale in every])
-
-
-def _check_alike(column: str, text: Sequence[str], sites: Sequence[str]) -> None:
-    """Refuse a column that is text at some sites only."""
-    if len(text) < len(sites):
-        raise ValueError(
-            f"Expected column {column!r} to be text at all sites or at none, but got text at {list(text)} only; write "
-            f"it as C({column})"
-        )

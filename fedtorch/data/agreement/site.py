@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -33,6 +33,9 @@ from fedtorch.data.formulas.grammar import Formula, Quantity
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.requirements import Requirements, requirements
 
+if TYPE_CHECKING:
+    import pandas
+
 _LOG = logging.getLogger(__name__)
 _LARGEST = 100.0  # largest decimal logarithm of scaled numbers
 
@@ -45,19 +48,27 @@ class Answers:
         disclosure: limits on the site's answers.
         folder: of states, where it stores its answers; None stores them in this object only.
         name: of the site, for its own messages.
+        drop: whether rows that lack a cell of a formula's columns are left out of all that it tells of the formula.
 
     Attributes:
         agreed: the last design received, None before.
     """
 
     def __init__(
-        self, frame: Any, disclosure: Disclosure | None = None, folder: Path | None = None, name: str = ""
+        self,
+        frame: Any,
+        disclosure: Disclosure | None = None,
+        folder: Path | None = None,
+        name: str = "",
+        *,
+        drop: bool = False,
     ) -> None:
-        self.disclosure, self._log = disclosure or Disclosure(), AnswerLog(folder)
-        self._cells = Cells(frame, site=name, missing=True)
-        self._persons: numpy.ndarray | None = None  # (N,) whose row each is, where persons count
+        self.disclosure, self._log, self._drop = disclosure or Disclosure(), AnswerLog(folder), drop
+        self._whole = self._cells = Cells(frame, site=name, missing=True)
+        self._everybody: numpy.ndarray | None = None  # (N,) whose row each is, where persons count
         if self.disclosure.person is not None:
-            self._persons = self._cells.frame[self.disclosure.person].factorize()[0]
+            self._everybody = self._cells.frame[self.disclosure.person].factorize()[0]
+        self._persons = self._everybody
         self.agreed: Design | None = None
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +89,11 @@ class Answers:
         formula = self._formula(_checked(question, "formula", str))
         minimum = _checked(question, "minimum", int)
         declared, also = (_texts(question, name) for name in ("declared", "also"))
-        offset = _texts(question, "offset")
-        self._has(offset)
-        self.disclosure.check(minimum, (*formula.columns, *offset))
+        offset, beside = _texts(question, "offset"), _texts({"beside": [], **question}, "beside")
+        reads = (*formula.columns, *offset, *beside)
+        self._has(reads)
+        self.disclosure.check(minimum, reads)
+        self._leave_out(reads)
         text = [column for column in formula.columns if not self._cells.numeric(column)]
         needs = _needs(formula, {*text, *declared})
         offsets = (*formula.offset, *map(Quantity, offset))
@@ -107,12 +120,42 @@ class Answers:
         self.disclosure.check(self.disclosure.minimum, design.reads)
         _check_sizes(design)
         self._has(design.reads)
+        self._leave_out(design.reads)
         self._log.count(text, self.disclosure.designs)
         for column, levels in design.encoding.levels.items():
             if column in formula.columns and levels.other is None:
                 self._refuse_others(column, levels.names)
         self.agreed = design
         return {"rows": len(self._cells)}
+
+    def _leave_out(self, columns: Sequence[str]) -> None:
+        """Go on with the rows that lack no cell of these columns, if the site leaves out others.
+
+        Where these differ by few rows from those that stayed for other columns it refuses: all that it tells of both,
+        sums of rounds too, would differ by what it tells of these few.
+        """
+        if not self._drop:
+            return
+        table = self._whole.frame
+        stay = complete(table, columns)
+        if not stay.any():
+            raise Refused(f"no row of the site has a cell in each of the columns {list(columns)}; leave some out")
+        self._log.leave_out(columns, self.disclosure.designs, lambda before: self._check_few(stay, before))
+        self._cells = Cells(table[stay], site=self._whole.site, missing=True)
+        self._persons = None if self._everybody is None else self._everybody[stay]
+
+    def _check_few(self, stay: numpy.ndarray, before: Sequence[Sequence[str]]) -> None:
+        """Refuse rows that stay `(N,)` where they, with those before, tell few rows apart from all others."""
+        table, least = self._whole.frame, self.disclosure.minimum
+        stays = numpy.stack([stay, *(complete(table, columns) for columns in before)], 1)
+        kinds, kind = numpy.unique(stays, axis=0, return_inverse=True)
+        each = [behind(kind.reshape(-1) == number, self._everybody) for number in range(len(kinds))]
+        if before and any(count < least for count, told in zip(each, kinds.any(1)) if told):
+            raise Refused(
+                "the site leaves out rows that lack a cell, and those that stay differ by fewer than "
+                f"{least} {self.disclosure.counted} from those that stayed for other columns; ask for formulas of the "
+                "columns that were asked for before, or let its side impute, missing='impute', or complete its cells"
+            )
 
     def has_made(self, design: str) -> bool:
         """Return whether rows were made by a design, as JSON."""
@@ -213,6 +256,12 @@ class Answers:
         """Return the observed values of a factor."""
         whole = Cells(self._cells.frame[[column]].dropna())
         return whole.levels(column).tolist()
+
+
+def complete(table: pandas.DataFrame, columns: Sequence[str]) -> numpy.ndarray:
+    """Return which rows lack no cell of these columns, as far as the frame has them, bool `(N,)`."""
+    there = [column for column in dict.fromkeys(columns) if column in table.columns]
+    return table[there].notna().all(axis=1).to_numpy()
 
 
 _STEPS = {"describe": Answers.describe, "make": Answers.make}

@@ -211,6 +211,8 @@ class Federation(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run one communication round."""
         self._let_stopping_go_on()
+        planned = self.trainer.max_epochs
+        self.run.goal = planned if planned is not None and planned > 0 else None
         round = self.run.step(**self._optimizers.ask())
         self._optimizers.follow(round.ids)
         if not len(round.ids):

@@ -66,6 +66,7 @@ class Run(Scored, Resumable):
         server: the server's state.
         clients: the population's clients, bound to the algorithm.
         last: the last round that was done here, None before.
+        goal: rounds in all that it was told to do last, None if nobody has said.
         ended: reason why it stopped before the requested rounds, "" if it did not.
 
     Raises:
@@ -110,6 +111,7 @@ class Run(Scored, Resumable):
         self._draw = checked_draws(cohort, clients, self._names)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
+        self.goal: int | None = None
         self.ended = ""
         self.log = History(keep_losses)
         self._begin = partial(begun, algorithm, parameters)
@@ -184,7 +186,7 @@ class Run(Scored, Resumable):
 
     def _turn(self, done: int, **ask: Any) -> Turn:
         """Return the turn of all clients after a number of rounds."""
-        return Turn(self._keys(done).client, done, **ask, names=self._names)
+        return Turn(self._keys(done).client, done, **ask, names=self._names, goal=self.goal)
 
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
         """Continue, and yield after each round, until `rounds` are done in total or `until(history)` holds.
@@ -198,6 +200,7 @@ class Run(Scored, Resumable):
         if rounds is None and until is None:
             raise ValueError("Expected rounds= or until=, but got neither; to take a single round use run.step()")
         check_round(self.algorithm.schedule, rounds or 0)
+        self.goal = rounds
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:

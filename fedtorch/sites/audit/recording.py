@@ -56,10 +56,14 @@ class SiteRecording:
                 "joined", policy=configuration.policy.described(), metrics=sorted(configuration.metrics), **about
             )
 
+    def note(self, event: str, **about: Any) -> None:
+        """Write an entry of another kind."""
+        if self._record is not None:
+            self._record.note(event, **about)
+
     def connected(self) -> None:
         """Write that the site has reached a server with a certificate of its authority."""
-        if self._record is not None:
-            self._record.note("connected")
+        self.note("connected")
 
     def check_server(self, begin: Frame) -> str | None:
         """Return the fingerprint of the server's key if it has signed what it begins with, None if it does not sign.

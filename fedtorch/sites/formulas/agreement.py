@@ -9,10 +9,12 @@ from typing import Any
 
 from fedtorch import expected
 from fedtorch.data import Design
+from fedtorch.data.agreement.alike import Unlike, check_alike
 from fedtorch.data.agreement.server import Request, conversation
 from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import agreeing
+from fedtorch.sites.formulas.site_frame import ONE_WAY
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.sites import Sites, reasons
@@ -88,15 +90,34 @@ def agree(
     asked = Sites(host, sites, alike=False)
     asked.meet(timeout)
     run = secrets.token_hex(16)
-    return asked.drive(_half(asked, request, run, seconds), run, None, agreeing(record, asked.ask))[0]
+    ways = {name: asked.bring[name].missing for name in asked.names}
+    masks = "impute" in ways.values()
+    try:
+        if masks:
+            said = {name: f"missing={way!r}" for name, way in ways.items() if way in ("drop", "impute")}
+            check_alike("one way with missing cells", said, f"no estimate follows from both; {ONE_WAY}")
+        half = _half(asked, request, run, seconds, masks)
+        return asked.drive(half, run, None, agreeing(record, asked.ask))[0]
+    except Unlike as error:
+        asked.turn_away(error.odd, str(error))
+        raise
 
 
-def _half(sites: Sites, request: Request | Design, run: str, seconds: float) -> Half:
-    """Ask all sites, and return the design that they have agreed on."""
+def _half(sites: Sites, request: Request | Design, run: str, seconds: float, masks: bool) -> Half:
+    """Ask all sites, and return the design that they have agreed on.
+
+    Args:
+        sites: that are asked.
+        request: what they are to agree on.
+        run: the conversation's identity.
+        seconds: the longest wait for answers.
+        masks: whether some keep missing cells, so that all have rows with a mask of what is there.
+    """
     talk, names = conversation(request), sites.names
     question = next(talk)
     while True:
         number = sites.next_sequence()
+        question = {**question, "masks": True} if masks and question["step"] == "make" else question
         payload = frames.encode("agree", run=run, sequence=number, question=question)
         for name in names:
             yield Send(name, payload, sequence=number)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtorch import _files as files
-from fedtorch.data import Design, FederatedData, from_frame
+from fedtorch.data import Design, from_frame
 from fedtorch.data.agreement.disclosure import Disclosure, Refused
-from fedtorch.data.agreement.site import Answers
+from fedtorch.data.agreement.site import Answers, complete
 from fedtorch.data.bad_clients import without_rows
+from fedtorch.data.formulas.parsing import parse
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.policy import Refusal
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _FILE = "design.json"
+ONE_WAY = "set missing='impute' at all sites where cells are missing, or missing='drop' at all of them"
 
 
 class SiteFrame:
@@ -43,15 +45,18 @@ class SiteFrame:
         folder: Path | None,
         in_order: Callable[[SiteConfiguration], SiteConfiguration],
     ) -> None:
-        self._in_order = in_order
+        self._in_order, self._whole = in_order, configuration
         self.configuration, policy = configuration, configuration.policy
+        self._masks = False  # whether sites keep missing cells, this one's, if it has some, among them
         self._path = None if folder is None else folder / _FILE
         self._answers: Answers | None = None
         if configuration.frame is not None:
             limits = Disclosure(policy.minimum, policy.columns, policy.designs, policy.person, configuration.client)
-            self._answers = Answers(configuration.frame, limits, folder)
+            self._answers = Answers(configuration.frame, limits, folder, drop=configuration.missing == "drop")
             if self._path is not None and self._path.exists():
-                self._make(Design.from_json(files.read_json(self._path)["design"]))
+                kept = files.read_json(self._path)
+                self._masks = kept.get("masks", False)
+                self._make(Design.from_json(kept["design"]))
 
     def answer(self, frame: Frame) -> bytes:
         """Answer a question about the frame; once a design has come, make rows by it.
@@ -64,6 +69,7 @@ class SiteFrame:
         question = frame.names("question")
         answer = self._answers.answer(question)
         if question.get("step") == "make" and "refused" not in answer:
+            self._masks = question.get("masks") is True
             answer = self._take(self._answers.agreed, answer)
         return frames.encode("agree", sequence=frame.integer("sequence", 1), answer=answer)
 
@@ -73,30 +79,36 @@ class SiteFrame:
             assert design is not None
             self._make(design)
         except Refused as error:
+            _LOG.warning("refused: %s", error)
             return {"refused": str(error)}
         except Exception as error:  # which names rows
             _LOG.exception("this site could not make rows")
             return {"refused": without_rows(error, "the site could not make rows, ")}
         _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
+        whole, rows = len(self._whole.frame), int(self.configuration.data.counts.sum())
+        if rows < whole:
+            _LOG.info("%d of %d rows lack a cell, and are left out", whole - rows, whole)
         if self._path is not None:
-            files.write_json(self._path, {"design": design.to_json()})
+            files.write_json(self._path, {"design": design.to_json(), "masks": self._masks})
         return answer
 
     def _make(self, design: Design) -> None:
         self.configuration = self._with_rows(design)
 
     def _with_rows(self, design: Design) -> SiteConfiguration:
-        return self._in_order(replace(self.configuration, data=self._rows(design)))
-
-    def _rows(self, design: Design) -> FederatedData:
-        table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
-        empty = [column for column in design.reads if bool(table[column].isna().any())]
-        if empty and missing == "refuse":
-            remedy = "impute them, missing='impute' of its configuration, or leave such rows out"
-            raise Refused(f"the site's column {empty[0]!r} has missing cells; {remedy}")
-        if design.group != client:
-            raise Refused(f"the site's column of clients is {client!r}, not {design.group!r}")
-        return from_frame(table, client=client, design=design, missing=missing)
+        table, missing = self._whole.frame, self._whole.missing
+        stay = complete(table, design.reads)
+        if not stay.all() and missing == "refuse":
+            column = next(column for column in design.reads if bool(table[column].isna().any()))
+            remedy = "leave such rows out, missing='drop' in its file, or impute them, missing='impute'"
+            raise Refused(f"the site's column {column!r} has missing cells; {remedy}")
+        if self._masks and missing == "drop":
+            raise Refused(f"the site leaves out rows that lack a cell, and others keep theirs; {ONE_WAY}")
+        if design.group != self._whole.client:
+            raise Refused(f"the site's column of clients is {self._whole.client!r}, not {design.group!r}")
+        how = "impute" if self._masks else missing
+        data = from_frame(table, client=design.group, design=design, missing=how)
+        return self._in_order(replace(self._whole, data=data, frame=table[stay] if missing == "drop" else table))
 
     def beside(self, text: str | None) -> SiteConfiguration:
         """Return the configuration with the rows of another run, by a design as JSON that the site has agreed on.
@@ -108,12 +120,35 @@ class SiteFrame:
             return self.configuration
         if self._answers is None or not self._answers.has_made(text):
             raise Refusal("the site has not made rows by the design of another model; begin with sites.agree(...)")
-        return self._with_rows(Design.from_json(text))
+        design, own = Design.from_json(text), self.configuration.data.design
+        table, drops = self._whole.frame, self._whole.missing == "drop"
+        if drops and (own is None or bool((complete(table, design.reads) != complete(table, own.reads)).any())):
+            raise Refusal(
+                "models are compared on the same rows, and the site leaves out other rows for one formula than for the "
+                "other; take columns that are complete, or let its side impute, missing='impute'"
+            )
+        return self._with_rows(design)
+
+
+def formula_of(question: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+    """Return (the formula of a question, the columns that it reads); None of a question that is refused anyway."""
+    try:
+        if question.get("step") == "make":
+            design = Design.from_json(question["design"])
+            return design.formula, tuple(sorted(design.reads))
+        columns = {*parse(question["formula"]).columns, *question.get("offset", []), *question.get("beside", [])}
+        return question["formula"], tuple(sorted(map(str, columns)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:
-    """Return what a site with a frame says of the design by which it makes rows: a digest, empty before it has one."""
+    """Return what a site with a frame says of its rows.
+
+    That is a digest of the design by which it makes them, empty before it has one, and what it does with missing cells.
+    """
     design = configuration.data.design
     if configuration.frame is None:
         return {}
-    return {"design": "" if design is None else hashlib.sha256(design.to_json().encode()).hexdigest()}
+    made = "" if design is None else hashlib.sha256(design.to_json().encode()).hexdigest()
+    return {"design": made, "missing": configuration.missing}

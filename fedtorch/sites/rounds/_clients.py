@@ -25,6 +25,7 @@ from fedtorch.sites.rounds._account import Account
 from fedtorch.sites.rounds.disclosed import conversation
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
+from fedtorch.sites.rounds.status import Pace, Trouble
 from fedtorch.tree import Tree
 
 
@@ -50,6 +51,9 @@ class RemoteClients:
         self._account, self._recording = Account(len(plan.sites.names), nothing), ServerRecording(plan, algorithm)
         self._ask = self._recording.around(plan.sites.ask)
         self.session = ServerSession(plan, algorithm, state, self._account, self._recording)
+        self._pace, self._done = Pace(), 0
+        self._goal: int | None = None
+        plan.status.content = self._status
 
     @property
     def run(self) -> str:
@@ -68,9 +72,31 @@ class RemoteClients:
                 "Expected a round in which sites train as their configuration says, but got learning rates, a limit of "
                 "minibatches or partial work for them; say them to the local solver, which the sites run too"
             )
-        self.over = False
-        pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
+        self.over, began = False, time.monotonic()
+        self._done, self._goal = turn.round, turn.goal
+        try:
+            pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
+        except (RuntimeError, ValueError):
+            self.plan.status.write(at_once=True)
+            raise
+        self._done += 1
+        self._pace.took(time.monotonic() - began)
+        self.plan.status.write(at_once=self._done == self._goal)
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
+
+    def _status(self) -> dict[str, Any]:
+        """Return how far the run is, as JSON."""
+        report = {} if self.algorithm.budget is None else self.algorithm.budget.report()
+        return {
+            "state": "over" if self.over else "running",
+            "run": self.run,
+            "algorithm": self.plan.algorithm,
+            "rounds": self._done,
+            "of": self._goal,
+            "left": None if self.over else self._pace.left(self._done, self._goal),
+            "privacy": {name: float(value) for name, value in report.items()},
+            "sites": self.plan.sites.described(),
+        }
 
     def total(self) -> Tree | None:
         """Return the total of what all clients tell for good, if all sites answer; see `Clients.total`."""
@@ -191,6 +217,8 @@ class RemoteClients:
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
         text = json.dumps({name: each._asdict() for name, each in self.plan.sites.bring.items()}).encode()
         known = {"over": torch.tensor(self.over), "bring": torch.tensor(list(text), dtype=torch.uint8)}
+        troubles = json.dumps({name: each._asdict() for name, each in self.plan.sites.tally.items()}).encode()
+        known["troubles"] = torch.tensor(list(troubles), dtype=torch.uint8)
         known |= self._recording.state_dict() | self._account.state_dict()
         return {"kept": torch.tensor(kept), "run": run, **known}
 
@@ -203,6 +231,10 @@ class RemoteClients:
         self.plan.sites.begin_anew()
         session.saved.append(tuple(session.kept))
         self.over = bool(flat["over"])
+        if "troubles" in flat:
+            tally = {name: Trouble(**each) for name, each in json.loads(bytes(flat["troubles"].tolist())).items()}
+            self.plan.sites.tally = tally
+            self.plan.sites.troubles = {name: each.why for name, each in tally.items()}
         self._account.load_state_dict(flat)
         session.forget()
 

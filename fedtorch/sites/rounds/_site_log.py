@@ -11,7 +11,7 @@ from fedtorch.sites.rounds.policy import Policy
 
 _LOG = logging.getLogger(__name__)
 _BETWEEN = 10.0  # seconds between two lines about answers
-_SHOWN = 8  # digits of a run's identity
+SHOWN = 8  # digits of a run's identity
 
 
 class SiteLog:
@@ -53,9 +53,8 @@ class SiteLog:
         """Note that the site takes part in a run."""
         self._next, self._answers = 0.0, 0
         settings = ", ".join(f"{name}={value}" for name, value in frame.names("settings").items())
-        what, total = f"{frame.text('algorithm')}({settings})", frame.integer("clients")
-        named = f"clients {first} to {first + clients - 1} of {total}"
-        _LOG.info("run %s has begun: %s with %s", run_of(frame)[:_SHOWN], what, named)
+        what, named = f"{frame.text('algorithm')}({settings})", clients_of(frame, first, clients)
+        _LOG.info("run %s has begun: %s with %s", run_of(frame)[:SHOWN], what, named)
 
     def working(self) -> None:
         """Note that the site has been asked."""
@@ -68,9 +67,20 @@ class SiteLog:
             return
         self._next = now + self._between
         what = f"round {frame.integer('round') + 1}" if frame.kind == "round" else frame.kind
-        seconds, run = now - self._began, run_of(frame)[:_SHOWN]
+        seconds, run = now - self._began, run_of(frame)[:SHOWN]
         _LOG.info("%s of run %s: answered within %.2f s, %d answers so far", what, run, seconds, self._answers)
 
     def over(self, frame: Frame) -> None:
         """Note that the run is over."""
-        _LOG.info("run %s is over, after %d answers", run_of(frame)[:_SHOWN], self._answers)
+        _LOG.info("run %s is over, after %d answers", run_of(frame)[:SHOWN], self._answers)
+
+
+def clients_of(begin: Frame, first: int, clients: int) -> str:
+    """Return in words which clients of a run a site has.
+
+    >>> from fedtorch.sites.rounds import frames
+    >>> clients_of(frames.read(frames.encode("begin", clients=6), "the server"), 4, 1)
+    'client 4 of 6'
+    """
+    whose = f"clients {first} to {first + clients - 1}" if clients > 1 else f"client {first}"
+    return f"{whose} of {begin.integer('clients')}"

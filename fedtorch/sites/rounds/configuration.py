@@ -46,6 +46,7 @@ from fedtorch.sites.formulas.tables import read_frame, without_rows
 from fedtorch.sites.rounds.policy import AFTER_FIT, COMPOSED, Policy
 
 _LISTED = 5  # clients by name
+_DONE = {"refuse": "refused", "drop": "rows left out", "impute": "imputed"}  # with missing cells
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ class SiteConfiguration:
         chunk: at most so many clients at once.
         frame: of which rows are made by a design, see `of_frame`; `data` then has no columns before sites have agreed.
         client: the frame's column of clients.
-        missing: whether missing cells of the frame are refused ("refuse"), or kept for the site to complete
-            ("impute"): its algorithms are then `ft.normal_em(M, columns=design)`, and others with
-            `| ft.inference.completed(...)`.
+        missing: whether missing cells of the columns that a formula reads are refused ("refuse"), their rows left out
+            of all that the site says and computes ("drop"), or kept for the site to complete ("impute"): its algorithms
+            are then `ft.normal_em(M, columns=design)`, and others with `| ft.inference.completed(...)`. Where one site
+            imputes all of a run have rows with a mask; those without missing cells may say "refuse", none "drop".
 
     Raises:
         TypeError: something is of another kind.
@@ -82,7 +84,7 @@ class SiteConfiguration:
     chunk: int | None = None
     frame: Any = None
     client: str = ""
-    missing: Literal["refuse", "impute"] = "refuse"
+    missing: Literal["refuse", "drop", "impute"] = "refuse"
 
     @classmethod
     def of_frame(
@@ -139,7 +141,7 @@ class SiteConfiguration:
         lines = ["Columns that formulas may read:"]
         for name in read:
             lacking = int(self.frame[name].isna().sum())
-            cells = f"{lacking} of {len(self.frame)} cells missing, {self.missing}d" if lacking else "complete"
+            cells = f"{lacking} of {len(self.frame)} cells missing, {_DONE[self.missing]}" if lacking else "complete"
             lines.append(f"    {name}: {self.frame[name].dtype}, {cells}")
         kept = [*hidden, *(name for name in columns if name not in read)]
         return [*lines, f"Columns that no formula reads: {', '.join(map(str, kept)) or 'none'}"]
@@ -182,8 +184,8 @@ class SiteConfiguration:
                     "evaluate where rows are, by the model that `join` returns"
                 )
             Cells(self.frame).complete(self.policy.person)
-        if self.missing not in ("refuse", "impute"):
-            raise ValueError(f"Expected missing= as 'refuse' or 'impute', but got {self.missing!r}")
+        if self.missing not in _DONE:
+            raise ValueError(f"Expected missing= as one of {list(_DONE)}, but got {self.missing!r}")
         if isinstance(self.policy.carry, Mapping) and set(self.policy.carry) != set(self.algorithms):
             raise ValueError(
                 f"Expected policy whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "

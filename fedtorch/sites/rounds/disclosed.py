@@ -47,6 +47,7 @@ _AGREED = {
     "rows": Learns("how many rows the site has"),
     "refused": Learns("why the site does not answer; no client, row or value"),
 }
+_MISSING = Learns("what the site does with missing cells, whether it has some or not")
 _DESIGN, _REASON = Learns("by which design its rows are made, as a digest"), _AGREED["refused"]
 
 
@@ -70,6 +71,7 @@ def conversation(
     yield said("hello", "rows", _COUNTS, CLIENT)
     yield said("hello", "schema", _SCHEMA)
     yield said("hello", "design", _DESIGN)
+    yield said("hello", "missing", _MISSING)
     yield said("refusal", "reason", _REASON)
     for name in ("clients", "ids", "refused.*", "info"):
         yield said("round", name, _WHO, CLIENT)
@@ -90,5 +92,10 @@ def conversation(
             kind = QUESTIONS[name]
             of = CLIENT if kind.by_client else f"{SITE}'s sum"
             yield said(f"ask {name}", "told*", _TOLD[kind.tells], of)
+    yield from agreement()
+
+
+def agreement() -> Iterator[Field]:
+    """Yield what a site may say of its frame where sites agree on a formula."""
     for name, learns in _AGREED.items():
-        yield said("agree", name, learns)
+        yield Field("agree", name, (), SITE, EXACT, SERVER, learns)

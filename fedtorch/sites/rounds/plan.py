@@ -9,6 +9,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds.sites import Sites
+from fedtorch.sites.rounds.status import Status
 
 
 class Lost(NamedTuple):
@@ -38,3 +39,4 @@ class Plan(NamedTuple):
     validation: FederatedData  # stands for rows that sites keep
     record: AuditRecord | None  # of what sites are asked and answer
     lost: Lost
+    status: Status  # a file beside the checkpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
 from fedtorch.sites.rounds.plan import Lost, Plan
 from fedtorch.sites.rounds.sites import Brings, Sites
+from fedtorch.sites.rounds.status import Status
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 
@@ -50,8 +52,8 @@ class Remote:
         roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
             other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
-        checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
-            again with it then waits for none of them.
+        checkpoint: the run's file, beside which its status is written for `fedtorch status`. `finish` saves it before
+            sites hear that the run is over; a server that is started again with it then waits for none of them.
         record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
@@ -116,10 +118,13 @@ class Remote:
         asked, bring = Sites(host, sites, agreed), _brought_to(checkpoint, sites)
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
+        met: dict[str, Any] = {"state": "waiting for sites", "rounds": 0, "of": None, "left": None, "privacy": {}}
+        status = Status(checkpoint, lambda: {**met, "sites": asked.described()})
+        asked.on_look = status.write
         if bring is None:
             asked.meet(timeout)
         else:
-            asked.bring = bring
+            asked.bring, asked.met = bring, True
         self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
         if brings[0].design == "":  # nor have the others
@@ -129,8 +134,11 @@ class Remote:
             )
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
-            twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise ValueError(f"Expected clients of different names, but several sites have {twice}; rename them")
+            twice = {name for name, count in Counter(self.names).items() if count > 1}
+            of = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
+            why = f"Expected clients of different names, but {of} have {sorted(twice)} in common; rename them"
+            asked.turn_away(of, why)
+            raise ValueError(why)
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
             raise ValueError(f"Expected rows= like those of the sites, {brings[0].schema}, but got others")
@@ -155,6 +163,7 @@ class Remote:
             validation=self.validation,
             record=record,
             lost=Lost({}, {}),
+            status=status,
         )
 
     @property
@@ -179,6 +188,11 @@ class Remote:
         """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)
 
+    @property
+    def absences(self) -> dict[str, str]:
+        """Return how often a site was late or missing, when last and why, in words, by site."""
+        return {name: trouble.in_words() for name, trouble in self.plan.sites.tally.items()}
+
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
         """Return how many rows clients have, as their sites say; whether they are the same, these answer themselves."""
         brings = (self.plan.sites.bring[name] for name in self.plan.sites.names)
@@ -196,6 +210,7 @@ class Remote:
         run.clients.over = True
         if self._checkpoint is not None:
             run.save(self._checkpoint)
+        self.plan.status.write(at_once=True)
         run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:
@@ -238,5 +253,5 @@ def _brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brin
     }
 
 
-def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
-    return bring["schema"], bring.get("design"), bring.get("joined", False)
+def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool, str]:
+    return bring["schema"], bring.get("design"), bring.get("joined", False), bring.get("missing", "")

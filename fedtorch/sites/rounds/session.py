@@ -31,6 +31,7 @@ from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.disclosed import conversation
 from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.in_use import take
@@ -65,6 +66,7 @@ class SiteSession:
         past: the sums under masks that the site has taken part in; default: those of the folder.
         versions: of the states, where the run goes on that the site was in; default: those of the folder.
         secret: of the site, by which it draws; default: one of the session's own.
+        approve: raises `Refusal` where the site's people do not want the session, of which it may ask what leaves.
 
     Attributes:
         run: the run's identity, in hexadecimal.
@@ -90,6 +92,7 @@ class SiteSession:
         past: PastSums | None = None,
         versions: Versions | None = None,
         secret: Pseudonyms | None = None,
+        approve: Callable[[SiteSession], None] = lambda session: None,
     ) -> None:
         self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
@@ -122,6 +125,7 @@ class SiteSession:
         names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - self._count)
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
         self.clients = LocalClients(at_site, state, names, blocks, total, configuration.chunk)
+        approve(self)
         self._lasting = bool(tree.leaves(state))
         self.versions = Versions(None if folder is None else folder / self.run) if versions is None else versions
         if self.versions.folder is not None:
@@ -174,6 +178,25 @@ class SiteSession:
     def goes_on_as(self, begin: Frame) -> bool:
         """Return whether a server that begins the run again wants what the site does already."""
         return self.about == {name: begin.about.get(name) for name in _BEGUN}
+
+    def disclosed(self) -> list[Field]:
+        """Return what may leave the site in the run, as `Run.disclosure` does, but for what its policy refuses."""
+        turn = Turn(_KEY, 0, names=self._names)
+        nobody = frames.Inboxes(torch.zeros(0, dtype=torch.int64), tree.expand(self._heard, 0))
+        answered = self.clients.disclosed(self.algorithm, self._carry, nobody, turn, at_sites=True)
+        every = [*answered, *conversation(self.algorithm, self._carry, ["neighbours' sites"], answered)]
+        return [field for field in every if self._may_leave(field.message)]
+
+    def _may_leave(self, message: str) -> bool:
+        """Return whether the site would send a message of a kind at all."""
+        from fedtorch.inference.questions import QUESTIONS
+
+        configuration, asked = self.configuration, message.removeprefix("ask ")
+        if message == "agree":
+            return configuration.frame is not None
+        if message == "evaluate":
+            return configuration.validation is not None
+        return asked == message or QUESTIONS[asked].tells in configuration.policy.after_fit
 
     def settle(self, frame: Frame) -> None:
         """Go to the version that the server counts on; what it does not go back to is left to `forget`.

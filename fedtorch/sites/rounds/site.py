@@ -24,13 +24,15 @@ from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import SiteRecording
-from fedtorch.sites.formulas.site_frame import SiteFrame, by_design
+from fedtorch.sites.formulas.site_frame import SiteFrame, by_design, formula_of
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._behind import behind
+from fedtorch.sites.rounds._consent import Ask, Consent, of_formula, of_run
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
-from fedtorch.sites.rounds._site_log import SiteLog
+from fedtorch.sites.rounds._site_log import SHOWN, SiteLog, clients_of
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.disclosed import agreement
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
 from fedtorch.sites.rounds.in_use import release, released
 from fedtorch.sites.rounds.past_sums import PastSums
@@ -53,6 +55,7 @@ def join(
     identity: Identity | None = None,
     timeout: float = TIMEOUT,
     record: AuditRecord | None = None,
+    ask: Callable[[str], bool] | None = None,
 ) -> SiteSession:
     """Take part in what a server asks, until it says that a run is over; return the site's part in it.
 
@@ -66,6 +69,8 @@ def join(
             refuses them.
         timeout: the longest time without a word from the server, in seconds.
         record: what the site is asked and what it answers is appended to it; what cannot be recorded is not answered.
+        ask: shows a text, of what leaves in a run or for a formula, and returns whether the site's people want that.
+            Nothing is answered before; a server that waits for it has the site as late, and hears of a no.
 
     Raises:
         PermissionError: the server does not let the site take part, and says why.
@@ -73,7 +78,7 @@ def join(
         FileExistsError: another process works in the folder.
     """
     with alone_in(folder):
-        site = Site(configuration, None if folder is None else Path(folder), identity, record)
+        site = Site(configuration, None if folder is None else Path(folder), identity, record, ask)
         site.log.minimum(configuration.policy, behind(site.configuration))
         with released(site.watch):
             return _join(dial, site, Timeout(timeout))
@@ -170,6 +175,7 @@ class Site:
         folder: where its states are kept, None for nowhere.
         identity: of the site, None where it signs nothing.
         record: what it is asked and answers, None for nowhere.
+        ask: its people, see `join`; None where nobody is.
 
     Attributes:
         ended: the site's part in the run that is over, None before.
@@ -185,6 +191,7 @@ class Site:
         folder: Path | None = None,
         identity: Identity | None = None,
         record: AuditRecord | None = None,
+        ask: Ask | None = None,
     ) -> None:
         self.folder, self._identity = folder, identity
         self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
@@ -193,6 +200,7 @@ class Site:
         self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
         self._recorded = self.recording.around(self._do, self._budget, self._leaves)
+        self._consent = Consent(ask, self.recording.note)
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
@@ -221,8 +229,10 @@ class Site:
         """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        rows, joined = behind(self.configuration), _is_joined(self.configuration)
-        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows.counts_told(), "schema": schema}
+        rows, joined = behind(self.configuration).counts_told(), _is_joined(self.configuration)
+        if data.design is None and self.configuration.missing == "drop":  # else their number would be those left out
+            rows = [0] * len(data)
+        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows, "schema": schema}
         about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 
@@ -286,7 +296,8 @@ class Site:
                     check_name(str(before.about["algorithm"]), frame.text("algorithm"))
                 self.watch.check_failed()
                 own = (self.folder, self._identity, self._past, versions, self._names)
-                session = SiteSession(self.configuration, self.watch, frame, *own)
+                approve = partial(self._approve, frame)
+                session = SiteSession(self.configuration, self.watch, frame, *own, approve=approve)
                 self.recording.begin(frame, server, None)
                 self._session = self._known = session
                 self.log.begun(frame, session.first, len(self.configuration.data))
@@ -301,9 +312,18 @@ class Site:
             if self._session is None:
                 self.recording.begin(frame, server, self._why)
 
+    def _approve(self, frame: Frame, session: SiteSession) -> None:
+        """Ask the site's people about a run."""
+        if self._consent.is_asked:
+            clients = clients_of(frame, session.first, len(self.configuration.data))
+            about = (session.run, frame.text("algorithm"), frame.names("settings"), clients)
+            self._consent.to(f"the run {session.run[:SHOWN]}", of_run(*about, session.disclosed()))
+
     def _do(self, frame: Frame) -> bytes | None:
         if frame.kind == "agree":
             self.watch.check_failed()
+            if self._consent.is_asked and (asked := formula_of(frame.names("question"))) is not None:
+                self._consent.to(f"the formula {asked[0]!r}", of_formula(*asked, agreement()))
             answer = self._frame.answer(frame)
             self.configuration = self._frame.configuration
             return answer

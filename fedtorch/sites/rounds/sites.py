@@ -11,15 +11,16 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
+from fedtorch.data.agreement.alike import Unlike, check_alike
 from fedtorch.protocol.halves import Half, Heard, Receive, Send, Traffic, drive, hear
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame
+from fedtorch.sites.rounds.status import Trouble
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.wire import PayloadError
 
@@ -36,10 +37,28 @@ class Brings(NamedTuple):
     """Holds what a site has said that it brings."""
 
     clients: tuple[str, ...]
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # zeros where some are left out that lack a cell, before it is known of which columns
     schema: Any  # of its rows, as JSON
     design: str | None = None  # a digest of that by which its frame's rows are made, empty before; None for no frame
     joined: bool = False  # whether clients of few rows are said to have as many as these have on average
+    missing: str = ""  # what it does with missing cells of its frame: "refuse", "drop" or "impute"
+
+    @property
+    def keeps_missing(self) -> bool:
+        """Return whether rows of a frame keep their missing cells, with a mask that says which they are."""
+        fields = self.schema.get("fields") if isinstance(self.schema, dict) else None
+        masked = isinstance(fields, list) and len(fields) == 2 and fields[1].get("dtype") == "bool"
+        return self.design is not None and masked
+
+    @property
+    def form(self) -> str:
+        """Return in words what rows it brings: where these differ, sites are in no run together."""
+        if self.design is None:
+            return f"rows like {self.schema}"
+        if not self.design:
+            return "a frame, of which no rows are made yet"
+        cells = "kept missing cells" if self.keeps_missing else "complete rows"
+        return f"{cells} by the design {self.design[:8]}"
 
 
 class Question:
@@ -101,7 +120,10 @@ class Sites:
 
     Attributes:
         bring: what each brings, once it has been here.
+        met: whether all have been here, so that what they bring stays as it is.
         troubles: the last reason why a site did not do what it was asked.
+        tally: how often, and when last.
+        on_look: called whenever a site is waited for, and once for each frame.
         on_drop: told of every site that is disconnected, and why.
     """
 
@@ -110,7 +132,10 @@ class Sites:
     ) -> None:
         self.host, self.names, self._agreed, self._alike = host, tuple(names), dict(agreed or {}), alike
         self.bring: dict[str, Brings] = {}
+        self.met = False
         self.troubles: dict[str, str] = {}
+        self.tally: dict[str, Trouble] = {}
+        self.on_look: Callable[[], None] = lambda: None
         self.on_drop: Callable[[str, str], None] = lambda name, reason: None
         self._dropped: dict[str, str] = {}  # why sites were disconnected that have not come back
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
@@ -120,10 +145,12 @@ class Sites:
         self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
 
     def meet(self, seconds: float) -> None:
-        """Wait until every site has been here.
+        """Wait until every site has been here; what each says last counts as long as others are waited for.
 
         Raises:
             TimeoutError: some were not in time; the message names them.
+            ValueError: all are here, and do not bring rows of one kind. The message names those that differ from more
+                than half of them, or else says who has what; these hear it, and wait for another meeting.
         """
         ends = time.monotonic() + seconds
         for _ in range(2 * len(self.names)):  # what they have said before
@@ -138,7 +165,30 @@ class Sites:
                 absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
                 absences = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
                 raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {absences}")
-            self._next(left)
+            self._next(min(left, _LOOK))
+        if self._alike:
+            self._check_alike()
+            self.met = True
+
+    def _check_alike(self) -> None:
+        brings = [self.bring[name] for name in self.names]
+        remedy = "bring the same fields in the same dtypes and shapes"
+        if any(each.design is not None for each in brings):
+            remedy = (
+                "let all of them agree, design = sites.agree(host, names, formula or design); where some keep missing "
+                "cells, missing='impute' in the files of all"
+            )
+        try:
+            check_alike("rows of one form", {name: self.bring[name].form for name in self.names}, remedy)
+        except Unlike as error:
+            self.turn_away(error.odd, str(error))
+            raise
+
+    def turn_away(self, names: Iterable[str], why: str) -> None:
+        """Tell sites that they are in no run now, and why; they stay for another."""
+        for name in names:
+            with suppress(ConnectionError, TimeoutError):  # it is told when it is back
+                self.host.send(name, frames.encode("wait", reason=why), answers=0)
 
     def next_sequence(self) -> int:
         """Return a number that no other request has."""
@@ -231,6 +281,7 @@ class Sites:
 
     def _next(self, seconds: float) -> Frame | None:
         """Return the next frame of one of the sites; a `hello` has been taken in."""
+        self.on_look()
         try:
             peer, payload = self.host.receive(seconds)
         except TimeoutError:
@@ -238,12 +289,15 @@ class Sites:
         try:
             frame = frames.read(payload, peer)
             if frame.kind == "hello" and peer not in self.names:
-                self._turn_away(peer)
+                _LOG.warning("site %r has connected, but the run is of %s; it waits", peer, list(self.names))
+                others = f"the server's run is of other sites than {peer!r}"
+                self.turn_away([peer], f"{others}; ask its side whether this site is to be in it")
                 return None
             if frame.kind == "hello" and frame.about.get("again") is True and peer in self._here:
                 return None  # on the stream with which it came, where all stands as it stood
             if frame.kind == "hello":
-                self._greet(frame)
+                if not self._greet(frame):
+                    return None
             elif peer not in self._here:
                 return None  # what it said to an earlier population
             elif peer in self._owes and self._owes[peer] == frame.about.get("sequence"):
@@ -261,8 +315,11 @@ class Sites:
             return None
         return frame
 
-    def _greet(self, frame: Frame) -> None:
-        """Take in what a site says that it brings, if it may take part."""
+    def _greet(self, frame: Frame) -> bool:
+        """Take in what a site says that it brings; return whether it may take part.
+
+        One that was in the run with other rows waits for another.
+        """
         name = frame.sender
         self._forget(name)
         if (protocol := frame.integer("protocol")) != PROTOCOL:
@@ -275,33 +332,21 @@ class Sites:
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
         frames.no_rows(schema)
         design, joined = frame.text("design") if "design" in frame.about else None, frame.about.get("joined") is True
-        brings = Brings(clients, rows, schema, design, joined)
-        for other, known in islice(self.bring.items(), self._alike):  # the others are like the first
-            if known.design != brings.design:
-                raise ValueError(
-                    f"Expected rows by the design of {other!r}, but {name!r} has them by another or none; let all "
-                    "sites agree with sites.agree(...)"
-                )
-            if known.schema != schema:
-                raise ValueError(
-                    f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "
-                    "fields in the same dtypes and shapes"
-                )
+        missing = frame.text("missing") if "missing" in frame.about else ""
+        brings = Brings(clients, rows, schema, design, joined, missing)
         most = self._agreed.get(name)
         if most is not None and sum(rows) > most:
             raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} says that it has {sum(rows)}")
-        if self.bring.get(name, brings) != brings:
-            raise ValueError(f"Expected the clients and rows with which {name!r} first came, but got others; run anew")
-        self.bring.setdefault(name, brings)
+        if self.met and self.bring[name] != brings:
+            why = f"Expected the clients and rows with which {name!r} first came, but got others; run anew"
+            self._dropped[name] = why
+            self._note({name: why})
+            self.turn_away([name], why)
+            return False
+        self.bring[name] = brings
         self._here.add(name)
         self._dropped.pop(name, None)
-
-    def _turn_away(self, name: str) -> None:
-        """Tell a site that is in no run now to wait for another."""
-        _LOG.warning("site %r has connected, but the run is of %s; it waits", name, list(self.names))
-        reason = f"the server's run is of other sites than {name!r}; ask its side whether this site is to be in it"
-        with suppress(ConnectionError, TimeoutError):  # it is told when it is back
-            self.host.send(name, frames.encode("wait", reason=reason), answers=0)
+        return True
 
     def _forget(self, name: str) -> None:
         self._here.discard(name)
@@ -313,6 +358,16 @@ class Sites:
             if self.troubles.get(name) != why:
                 _LOG.warning("site %r: %s", name, why)
             self.troubles[name] = why
+            self.tally[name] = self.tally.get(name, Trouble()).again(why, why == LATE)
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return of each site where it is now and its troubles so far, as JSON."""
+        said = {}
+        for name in self.names:
+            here = "connected" if self.is_here(name) else self._dropped.get(name, "not connected")
+            here += ", and works on an answer" * (self.is_here(name) and name in self._owes)
+            said[name] = {"is": here, **self.tally.get(name, Trouble())._asdict()}
+        return said
 
 
 def _single(wanted: Receive) -> Any:

@@ -101,11 +101,42 @@ def test_nothing_of_single_rows_is_in_what_sites_send() -> None:
 def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     host = loopback()
     design = agree(host, ["a", "b"], FORMULA, **ASK)
-    with pytest.raises(TimeoutError, match=r"rows by the design of 'a', but 'c' has them by another"):
+    rest = r"and the other 2 have complete rows by the design \w{8}; let all of them agree"
+    with pytest.raises(ValueError, match=f"'c' has a frame, of which no rows are made yet, {rest}"):
         Remote(host, NAMES, "it", timeout=1.0)
-    host.start("c")
     assert agree(host, ["c"], design) == design
     assert Remote(host, NAMES, "it").names == tuple(NAMES)
+
+
+def test_a_column_of_another_kind_is_in_the_log_of_its_site(caplog: pytest.LogCaptureFixture) -> None:
+    """Which the site alone could not know: the server compares what all of them say."""
+    host = loopback()
+    host.brought["b"] = brings(FRAMES["b"].assign(age=FRAMES["b"]["age"].astype(str)))
+    host.start("b")
+    with pytest.raises(ValueError, match="column 'age' of one kind at all sites, but 'b' has text, and the other 2"):
+        agree(host, NAMES, "y ~ age + (1 | clinic)", client="clinic")
+    (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("_site_log")]
+    assert line.endswith("write it as C(age); waiting for a run")
+    assert host.dropped == {}
+    host.brought["b"] = brings(FRAMES["b"])
+    host.start("b")
+    agree(host, NAMES, "y ~ age + (1 | clinic)", client="clinic")
+    assert Remote(host, NAMES, "it").names == tuple(NAMES)
+
+
+def test_a_site_that_connects_anew_while_others_make_their_rows_is_taken_in() -> None:
+    host, kept = loopback(), set[str]()
+
+    def after(name: str, reply: bytes) -> bytes:
+        if name == "a" and host.sites["a"].configuration.data.design is not None and not kept:
+            kept.add(name)
+            host.frames.append(("a", host.sites["a"].hello()))  # on a new stream, with the rows that it has made
+        return reply
+
+    host.after = after
+    agree(host, NAMES, "y ~ age + (1 | clinic)", client="clinic")
+    assert kept
+    assert host.dropped == {}
 
 
 def test_a_site_that_is_started_again_has_its_rows(tmp_path: Path) -> None:
@@ -200,7 +231,9 @@ def test_missing_cells_are_named_by_their_column() -> None:
     holes = FRAMES["b"].assign(age=FRAMES["b"]["age"].where(numpy.arange(80) > 2))
     host.brought["b"] = brings(holes)
     host.start("b")
-    with pytest.raises(ValueError, match="from site 'b': the site's column 'age' has missing cells; impute them"):
+    with pytest.raises(
+        ValueError, match="from site 'b': the site's column 'age' has missing cells; leave such rows out"
+    ):
         agree(host, NAMES, FORMULA, **ASK)
 
 

@@ -47,3 +47,25 @@ def test_three_processes_agree_on_the_bits_of_one(place: Place) -> None:
     said = [place.sites[name].communicate(timeout=60) for name in NAMES]
     assert "levels ['rare'] have fewer than 10 rows and are not told" in said[0]
     host.close()
+
+
+@pytest.mark.slow
+def test_no_process_ends_because_one_site_treats_missing_cells_in_another_way(place: Place) -> None:
+    """Which is known at once, and in that site's log; once its file is mended the others go on as they are."""
+    host = place.serve()
+    for name in NAMES:
+        place.join(name, host.port, "my_frame.py", MISSING="impute" if name == "b" else "drop")
+    waits = {"seconds": 60.0, "timeout": 60.0}
+    with pytest.raises(ValueError, match="but 'b' has missing='impute', and the other 2 have missing='drop'"):
+        agree(host, NAMES, REQUEST.formula, client="clinic", other=REQUEST.other, **waits)
+    assert [place.sites[name].returncode for name in NAMES] == [None] * 3
+    place.sites["b"].await_text("'b' has missing='impute', and the other 2 have missing='drop'", timeout=60)
+    place.kill("b")
+    place.join("b", host.port, "my_frame.py")
+    design = agree(host, NAMES, REQUEST.formula, client="clinic", other=REQUEST.other, **waits)
+    there = Remote(host, NAMES, "it", quorum=1.0, **waits)
+    there.finish(ft.run(regression(design), there, rounds=1))
+    for name in NAMES:
+        said = place.sites[name].communicate(timeout=60)
+        assert place.sites[name].returncode == 0, said[-3000:]
+    host.close()

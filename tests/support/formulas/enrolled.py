@@ -35,13 +35,13 @@ class Place:
         """In this process."""
         return serve("127.0.0.1:0", identity.read(self.folder / "server"), self.roster)
 
-    def join(self, name: str, port: int, brings: str = "my_data.py") -> None:
+    def join(self, name: str, port: int, brings: str = "my_data.py", **environment: str) -> None:
         """A site's process begins."""
         folder = self.folder / name
         own = TESTS / "support" / "scripts" / brings
         command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(own)]
         command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--timeout", "120"]
-        self.sites[name] = Process(command, SITE=name)
+        self.sites[name] = Process(command, SITE=name, **environment)
 
     def kill(self, name: str) -> None:
         """A site's process ends at once."""

@@ -1,0 +1,93 @@
+"""Ask a person at the site before anything of a run leaves it: what is shown, and what is kept of the answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from fedtorch.chained_log import digest
+from fedtorch.learns import Field, as_frame, in_brief
+from fedtorch.sites.rounds.policy import Refusal
+
+_LOG = logging.getLogger(__name__)
+_SHOWN = 12  # digits of a digest
+_LONGEST = 300  # characters of what a server says
+Ask = Callable[[str], bool]
+Note = Callable[..., None]
+
+
+class Consent:
+    """A person's answers, one for each thing that was shown.
+
+    Args:
+        ask: shows a text and returns whether the answer is yes; None where nobody is asked, and all is answered.
+        note: writes an answer into the audit record.
+
+    >>> Consent(lambda shown: False, lambda event, **about: None).to("the run 7f", "…")
+    Traceback (most recent call last):
+    fedtorch.sites.rounds.policy.Refusal: the site's people have said no to the run 7f
+    """
+
+    def __init__(self, ask: Ask | None, note: Note) -> None:
+        self._ask, self._note = ask, note
+        self._answers: dict[str, bool] = {}  # by what was shown
+
+    @property
+    def is_asked(self) -> bool:
+        """Return whether anybody is asked."""
+        return self._ask is not None
+
+    def to(self, what: str, shown: str) -> None:
+        """Ask once; raise `Refusal` unless the answer was yes.
+
+        Args:
+            what: it is about, in words.
+            shown: to the person, all of it.
+        """
+        if self._ask is None:
+            return
+        if shown not in self._answers:
+            of = digest(shown.encode())
+            _LOG.info("asking about %s: %s", what, of[:_SHOWN])
+            yes = self._answers[shown] = self._ask(shown)
+            self._note("consent", to=what, shown=of, answer="yes" if yes else "no", durable=True)
+            _LOG.info("the answer about %s is %s: %s", what, "yes" if yes else "no", of[:_SHOWN])
+        if not self._answers[shown]:
+            raise Refusal(f"the site's people have said no to {what}")
+
+
+def of_run(run: str, algorithm: str, settings: Mapping[str, Any], clients: str, fields: Iterable[Field]) -> str:
+    """Return what is shown of a run.
+
+    Args:
+        run: its identity.
+        algorithm: by name.
+        settings: of the server.
+        clients: of the site, in words.
+        fields: that leave the site.
+    """
+    given = ", ".join(f"{name}={_quoted(value)}" for name, value in settings.items())
+    head = [f"Run {run}", f"Algorithm: {algorithm}({given})", f"Clients: {clients}"]
+    return "\n".join([*head, "What leaves this site in the run:", *_lines(fields)])
+
+
+def of_formula(formula: str, columns: Iterable[str], fields: Iterable[Field]) -> str:
+    """Return what is shown of an agreement on a formula, which reads columns of the site's frame."""
+    head = [f"An agreement on the formula {_quoted(formula)}", f"Columns that it reads: {_quoted(', '.join(columns))}"]
+    return "\n".join([*head, "What leaves this site for it:", *_lines(fields)])
+
+
+def _lines(fields: Iterable[Field]) -> list[str]:
+    lines = []
+    for row in in_brief(as_frame(fields)).itertuples():
+        helps = f"; what helps: {row.helps}" if row.helps else ""
+        lines.append(f"  {row.message}: {row.fields} (of {row.of}, {row.exactness}, to {row.reader})")
+        lines.append(f"      tells at worst {row.learns}{helps}")
+    return lines
+
+
+def _quoted(value: Any) -> str:
+    """Return what a server says as printable characters, not too many."""
+    text = ascii(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
