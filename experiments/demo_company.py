@@ -93,7 +93,7 @@ def trains(name: str, data: Table, steps: int, seed: int, folder: Path) -> Half:
     own = VerticalData((data.features(name)[rows],), torch.full((len(rows),), torch.nan, dtype=torch.float64))
     guesses = {}
     for way in WAYS:
-        part, heard = network(seed).parties[j], []
+        part, heard = network(seed).parties[j], list[Tensor]()
         overhear = lambda node, message, sent, heard=heard: None if sent else heard.append(message[0])
         half = party_half(PartyNode(part, own, optimizer=adam, per_row=True), iterations(steps))
         yield from attacks.tapped(half, overhear)

@@ -42,8 +42,8 @@ def needed(name: str, without: Container[str] = ()) -> set[str]:
         if each not in found:
             found.add(each)
             wanted = map(Requirement, metadata.requires(each) or ())
-            wanted = (one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""}))
-            left += [one.name for one in wanted if one.name not in without]
+            core = (one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""}))
+            left += [one.name for one in core if one.name not in without]
     return {metadata.metadata(each)["Name"] for each in found}
 
 

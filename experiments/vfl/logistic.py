@@ -58,13 +58,13 @@ READING = result_pages.Reading(
         ),
         result_pages.Reason(
             "claim: amortised has a higher bound",
-            "the bounds change their order between ρ = 0.5 and 1 already: with two parties in the augmented model, with "
-            "ten in both",
+            "the bounds change their order between ρ = 0.5 and 1 already: with two parties in the augmented model, "
+            "with ten in both",
         ),
         result_pages.Reason(
             "claim: amortised is closer",
-            "the largest distance of a mean from NUTS's decides; by standard deviations amortised z are closer in every "
-            "setting",
+            "the largest distance of a mean from NUTS's decides; by standard deviations amortised z are closer in "
+            "every setting",
         ),
         result_pages.Reason(
             "claim: mean field is closer",

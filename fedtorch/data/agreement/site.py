@@ -149,8 +149,9 @@ class Answers:
         table, least = self._whole.frame, self.disclosure.minimum
         stays = numpy.stack([stay, *(complete(table, columns) for columns in before)], 1)
         kinds, kind = numpy.unique(stays, axis=0, return_inverse=True)
-        each = [behind(kind.reshape(-1) == number, self._everybody) for number in range(len(kinds))]
-        if before and any(count < least for count, told in zip(each, kinds.any(1)) if told):
+        counts = [behind(kind.reshape(-1) == number, self._everybody) for number in range(len(kinds))]
+        stayed = [bool(each.any()) for each in kinds]  # a kind of rows, for some formula
+        if before and any(count < least for count, some in zip(counts, stayed) if some):
             raise Refused(
                 "the site leaves out rows that lack a cell, and those that stay differ by fewer than "
                 f"{least} {self.disclosure.counted} from those that stayed for other columns; ask for formulas of the "
