@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -619,3 +620,14 @@ def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
     with pytest.raises(ValueError, match="Expected features that the network of 'party 0' takes"):
         model.predict([first[:, :1], second, third])
     assert model.training
+
+
+def test_threads_begin_with_the_weights_of_their_keys():
+    """Nodes of one process are threads, and all layers draw from one generator."""
+    prototype = mlp(40, [40] * 8)
+    made = lambda k: Stacked(prototype, random.key(k).reshape(1)).state_dict()
+    alone = [made(k) for k in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        beside = list(pool.map(made, [0, 1, 2, 3] * 25))
+    for k, weights in enumerate(beside):
+        assert all(leaf.equal(alone[k % 4][name]) for name, leaf in weights.items())

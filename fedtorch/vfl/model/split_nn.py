@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,6 +29,8 @@ from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.random.draws import bits
 from fedtorch.stacked_layers import WithoutReading
 from fedtorch.vfl.model.predictors import Prior
+
+_GENERATOR = threading.Lock()  # layers draw their weights from torch's one generator, which threads share
 
 
 def mlp(
@@ -256,7 +259,7 @@ class NetworkPredictor(nn.Module):
 def _initialised(module: nn.Module, key: Tensor) -> nn.Module:
     """Return a copy whose layers are initialised anew, without moving the global generator."""
     result = copy.deepcopy(module)
-    with torch.random.fork_rng(devices=[]):
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(bits(key, 1)))
         for part in result.modules():
             reset = getattr(part, "reset_parameters", None)
