@@ -105,11 +105,11 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
 	$(BIN)/python -m fedtorch.programs
-	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 # The code cells of one page: make page PAGE=docs/start.md
 page: $(STAMP)
-	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python docs/_tools/run_page.py $(PAGE)
+	PYTHONPATH=. $(BIN)/python docs/_tools/run_page.py $(PAGE)
 
 # The wheel that other machines install by `pip install dist/fedtorch-*.whl`.
 wheel: $(STAMP)
