@@ -223,7 +223,7 @@ def test_a_vertical_fit_that_has_not_converged_goes_on() -> None:
     fit = go(60)
     with pytest.warns(
         RuntimeWarning,
-        match=r"too few to tell; go on from here with more steps=.*start=fit\.parameters\), or take a lar",
+        match=r"too few to tell; continue from here with more steps=.*start=fit\.parameters\), or take a lar",
     ):
         assert not bool(fit.converged())
     further = go(200, start=fit.parameters)
