@@ -171,7 +171,7 @@ def test_pooled_runs_are_taken_one_by_one(run: ft.Run) -> None:
     both = ft.inference.pooled([run, run])
     for function in (ft.inference.predict, ft.inference.ranef, ft.inference.marginal_effects, ft.inference.loo):
         arguments = (frame()[:3],) if function is ft.inference.predict else ()
-        refusal(lambda f=function, a=arguments: f(both, *a), TypeError, "that were pooled", "of each run")
+        refusal(lambda f=function, a=arguments: f(both, *a), TypeError, "pooled ones", "of each run")
     refusal(lambda: ft.inference.contrasts(both, "age"), TypeError, "contrasts of each")
     each = [ft.inference.predict(one, frame()[:3])["estimate"] for one in (run, run)]
     assert (sum(each) / 2).tolist() == pytest.approx(each[0].tolist())
