@@ -100,7 +100,7 @@ def test_a_design_says_the_levels() -> None:
 def test_restricted_likelihood_of_an_empty_cell_names_the_column() -> None:
     table = frame().query("arm == 'a' or sex == 'f'")
     run = fitted(table, "y ~ arm * sex + (1 | site)", restricted=True)
-    refusal(run.summary, RuntimeError, "['arm[T.b]:sex[T.m]'] are here", "one factor of the cells")
+    refusal(run.summary, RuntimeError, "['arm[T.b]:sex[T.m]'] are here", "one factor of its other cells")
     joined = table.assign(cell=table["arm"] + table["sex"])
     assert fitted(joined, "y ~ cell + (1 | site)", restricted=True).summary()["sd"].iloc[:3].notna().all()
 

@@ -50,7 +50,7 @@ def test_every_client_has_its_interval_beside_its_own_rows(tmp_path: Path) -> No
         assert (rows[name]["mean"], rows[name]["low"]) == pytest.approx(
             (float(found.mean[k, 0]), float(found.low[k, 0]))
         )
-        assert rows[name]["other"] == pytest.approx(float(found.own[k, 0]))
+        assert rows[name]["other"] == pytest.approx(float(found.unpooled[k, 0]))
     texts = harmless(page.read_text()).texts
     assert all(any(f"clinic {k}" in text for text in texts) for k in range(4))
     assert "its own rows alone" in texts

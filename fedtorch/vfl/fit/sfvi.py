@@ -32,7 +32,7 @@ from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
 _START, _PREDICT = 0, 1  # purposes of the key
-_TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so
+_TAIL = 8  # share of the last steps; in these a decaying learning rate is almost zero
 
 Schedule = Callable[[int], float]
 

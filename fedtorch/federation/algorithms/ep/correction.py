@@ -102,7 +102,7 @@ def corrected(
     """
     model, server, networked = checked(run, tolerance, node)
     if model.log_factor is None:
-        raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
+        raise ValueError("Expected factors with log_factor, but got some without; use Factors(..., log_factor=)")
     q, prior = gaussian.moments(server.posterior), as_prior(model.prior).replaced(server.prior)
     root = torch.linalg.cholesky(q.covariance).mT
     nodes, log = q.mean.new_zeros(0, len(q.mean)), q.mean.new_zeros(0)
