@@ -94,7 +94,7 @@ def _templates() -> Environment:
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of the page: (label, value, remark)."""
     table, about = story.table, story.about
-    so_far = "" if about["goal"] is None else f"of {about['goal']:,}, and goes on"
+    so_far = "" if about["goal"] is None else f"of {about['goal']:,}, still running"
     tiles = [("rounds", f"{len(table):,}", about["ended"] or so_far), ("clients", f"{clients:,}", "")]
     if not len(table):
         return tiles

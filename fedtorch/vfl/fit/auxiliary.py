@@ -9,7 +9,7 @@ r"""Families q(z | θ) of the auxiliary variables, reparametrised by standard no
 
   .. math:: e_j = \rho\,[x/\sqrt J + a(u_j - \bar u)], \qquad x = m + b\,T(\sqrt J \bar u), \qquad u_j \sim N(0, 1),
 
-  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server;
+  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server.
   Where the likelihood has a normal approximation (`ResponseLikelihood.normal`), the encoder's outputs are in units of
   the mean and sd that x then has, so that the same output suits all rows, however large ρ and the counts are. The
   exact posterior of a Gaussian likelihood has this form, with T the identity. In the augmented model a = 1 is exact

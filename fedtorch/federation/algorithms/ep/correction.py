@@ -122,13 +122,13 @@ def corrected(
     covariance = (weights[:, None] * away).mT @ away
     if bool(torch.linalg.cholesky_ex(covariance).info):
         raise RuntimeError(
-            f"Expected nodes that see the posterior, but got {size:.1f} effective ones of {len(nodes)}, which have no "
-            "spread: use more points=, or the normal approximation"
+            f"Expected nodes whose weights have a covariance, but got {size:.1f} effective ones of {len(nodes)}: use "
+            "more points=, or the normal approximation"
         )
     if not size >= _FEWEST:
         warnings.warn(
-            f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; the correction is "
-            "not to be trusted: use more points=, or the normal approximation",
+            f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; do not rely on the "
+            "correction: use more points=, or the normal approximation",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -172,7 +172,7 @@ def _summed(
 
 
 def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:
-    """Return log p at the nodes, up to a constant; about a point among them, which may be far from zero."""
+    """Return log p at the nodes, up to a constant, expanded about a point among them because all may be far from 0."""
     normal = tree.to(prior.normal, nodes.device)
     precision, away = gaussian.unpack(normal.precision), nodes - centre
     quadratic = (away @ precision * away).sum(1)

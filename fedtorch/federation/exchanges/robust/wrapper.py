@@ -161,7 +161,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
         )
     if algorithm.told.averages is Averages.NONE:
         raise ValueError(
-            f"Expected totals that an average may stand for, but those of {algorithm.settings.get('algorithm')} are "
+            f"Expected totals that an average may replace, but those of {algorithm.settings.get('algorithm')} are "
             "sums and nothing else (Told.averages); no robust rule can replace them"
         )
     if algorithm.told.averages is Averages.CONVEX and not rule.convex:
