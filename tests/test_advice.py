@@ -90,7 +90,7 @@ def test_new_rows_of_a_level_without_a_coefficient(run: ft.Run) -> None:
     assert len(ft.inference.predict(again, rows)) == 4
 
 
-def test_a_design_says_the_levels() -> None:
+def test_design_lists_levels() -> None:
     data = ft.data.from_frame(frame(), client="site", formula="y ~ arm")
     read = lambda **options: ft.data.from_frame(frame(), client="site", design=data.design, **options)
     refusal(lambda: read(levels={"arm": ["a", "b", "c"]}), TypeError, "['levels']", "leave them out")
@@ -113,7 +113,7 @@ def test_restricted_likelihood_of_dependent_columns_names_them() -> None:
 
 
 @pytest.mark.parametrize("sites", [1, 120])
-def test_variances_that_rows_cannot_tell_apart(sites: int) -> None:
+def test_unidentified_variances_warn(sites: int) -> None:
     table = frame(sites=sites)
     run = fitted(table, "y ~ age + (1 | site)", restricted=False)
     with warnings.catch_warnings(record=True) as found:
@@ -213,7 +213,7 @@ def test_a_vertical_fit_predicts_the_data_that_it_evaluates() -> None:
     assert "BinaryAUROC" in message
 
 
-def test_a_vertical_fit_that_has_not_converged_goes_on() -> None:
+def test_unconverged_vertical_fit_continues() -> None:
     from fedtorch.vfl.model import likelihoods
 
     x = ft.random.normal(ft.random.key(0), (40, 2), torch.float64)

@@ -77,7 +77,7 @@ def test_states_of_optimisers_of_any_kind_go_on_with_stacked_clients() -> None:
     assert trained(ft.fedavg(descent(Module(), optimizer=None, reset="never")), rounds=2).number == 2
 
 
-def test_a_schedule_over_all_rounds_is_told_how_many_there_are() -> None:
+def test_schedule_receives_the_number_of_rounds() -> None:
     class Scheduled(Module):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), 0.1)
@@ -172,7 +172,7 @@ def test_a_run_begins_at_parameters_where_there_are_no_others() -> None:
     assert ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=1, progress=False).number == 1
 
 
-def test_samplers_record_what_is_asked() -> None:
+def test_samplers_record_requested_variables() -> None:
     data = ft.data.from_tensors([(x.double(), y[:, 0].double()) for x, y in ROWS])
 
     def run(**record: Any) -> ft.Run:
@@ -240,7 +240,7 @@ def test_rows_that_are_no_pairs_are_split() -> None:
     assert found["mse"].overall == pytest.approx(plain["mse"].overall)
 
 
-def test_functions_say_whether_more_is_better() -> None:
+def test_function_metrics_need_largest_is_best() -> None:
     far = lambda output, target: (output - target).abs().mean()
 
     def best(metric: Any, **more: Any) -> Any:

@@ -219,7 +219,7 @@ def unannotated(function: Any) -> list[str]:
     return bare + ["return"] * (signature.return_annotation is inspect.Signature.empty)
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [module.__name__ for module in modules() if not (module.__doc__ or "").strip()]
     assert silent == []
 
@@ -320,7 +320,7 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monk
 
 
 @every_algorithm
-def test_a_run_made_anew_goes_on_from_a_checkpoint_with_the_same_bits(name: str) -> None:
+def test_resumed_run_has_the_same_bits(name: str) -> None:
     begun = lambda: ft.Run((algorithm := ALGORITHMS[name]()), population(name), start(name, algorithm), seed=2)
     whole, first, again = begun(), begun(), begun()
     list(whole.rounds(2))
@@ -465,7 +465,7 @@ def test_the_server_s_state_keeps_its_shape(name: str) -> None:
 
 
 @every_algorithm
-def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_counts_all_clients_in_any_cohort(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never asked, silent, lost, or gone after a round: the total is what the exchange makes of all clients' `told`."""
     algorithm = ALGORITHMS[name]()
     if algorithm.told is None:
@@ -531,7 +531,7 @@ def test_every_exchange_counts_bytes_by_client(name: str) -> None:
     assert made.traffic(outbox, tree.take(message, slice(0, 0)), torch.zeros(0, dtype=torch.int64)) == (0, 0)
 
 
-def test_the_block_data_are_what_algorithms_get() -> None:
+def test_algorithms_receive_prepared_blocks() -> None:
     """`prepare` of every algorithm accepts a `ClientData` block, also an empty one."""
     for name, make in ALGORITHMS.items():
         data = population(name).data

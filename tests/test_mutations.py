@@ -19,7 +19,7 @@ def test_each_is_another_program_and_has_a_name_of_its_own() -> None:
         assert all((mutations.ROOT / "tests" / each).exists() for each in tests.split())
 
 
-def test_what_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detected_mutations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that the test near it sees, and one that it does not see."""
     (tmp_path / "fedtorch").mkdir()
     (tmp_path / "fedtorch" / "small.py").write_text("def twice(x):\n    return 2 * x\n\n\ndef other():\n    return 1\n")

@@ -37,7 +37,7 @@ def work(clock: Clock, seconds: float, steps: int = 100, **settings: object) -> 
             shown.update(tell=lambda step=step: {"loss": f"{1 / (1 + step):.3g}"})
 
 
-def test_nothing_is_said_of_what_is_short(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_operations_show_no_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     work(clock, 1.99)
     assert capsys.readouterr() == ("", "")
     work(clock, 1.0, always=True)
@@ -67,7 +67,7 @@ def test_a_log_has_few_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(("first", "middle"), [(26.0, 0.1), (0.1, 26.0), (26.0, 5.0)])
-def test_what_is_left_does_not_follow_from_a_wait(
+def test_remaining_time_ignores_one_long_wait(
     clock: Clock, capsys: pytest.CaptureFixture[str], first: float, middle: float
 ) -> None:
     """300 steps of 0.1 s, of which the first waits for others to come, or one in the middle."""
@@ -83,7 +83,7 @@ def test_what_is_left_does_not_follow_from_a_wait(
     assert all("min" not in each and "h" not in each for each in left), lines
 
 
-def test_what_is_left_follows_a_change_of_pace(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_remaining_time_follows_the_pace(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("Work", 2000) as shown:
         for step in range(1000):
             clock.now += 0.1 if step < 500 else 0.3
@@ -92,7 +92,7 @@ def test_what_is_left_follows_a_change_of_pace(clock: Clock, capsys: pytest.Capt
     assert "about 5 min 0 s left" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_fails_says_how_far_it_came(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_operation_shows_its_progress(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         with Progress("Work", 10) as shown:
             clock.now += 5
@@ -105,7 +105,7 @@ def test_what_fails_says_how_far_it_came(clock: Clock, capsys: pytest.CaptureFix
     assert capsys.readouterr().err.splitlines()[-1] == "Work: 2 of 10 rounds in 5.0 s"
 
 
-def test_it_is_quiet_where_it_is_told(
+def test_progress_can_be_silenced(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with quiet():
@@ -168,7 +168,7 @@ def test_a_terminal_has_one_bar(clock: Clock, monkeypatch: pytest.MonkeyPatch) -
     assert "100/100" in terminal.getvalue()
 
 
-def test_threads_are_named_once_where_nobody_has_chosen_them(
+def test_default_threads_are_logged_once(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "_advised", False)

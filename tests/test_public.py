@@ -133,7 +133,7 @@ privacy.epsilon, privacy.Entropy
     }
 
 
-def test_completion_offers_the_public_names_of_a_module_and_nothing_else() -> None:
+def test_completion_offers_public_names_only() -> None:
     shown = {module: dir(public._module(module)) for module in public.handed_out()}
     assert len(shown) > 50
     assert {module: names for module, names in shown.items() if names != sorted(public.handed_out()[module])} == {}

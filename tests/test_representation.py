@@ -132,7 +132,7 @@ def test_scores_in_notebooks_are_a_few_numbers_whatever_they_are_of() -> None:
     assert repr(matrix) == "Score(a Tensor of shape (2, 2) over all rows; 3 clients)"
 
 
-def test_what_does_not_fit_is_cut() -> None:
+def test_long_representations_are_cut() -> None:
     settings = {"algorithm": "a" * 200, "mu": 1.0}
     text = one_line(lambda most: method(settings, most))
     assert (len(text), text[-1]) == (LONGEST, "…")
@@ -200,7 +200,7 @@ def test_rows_of_parties_are_found_whatever_holds_their_tensors() -> None:
 
 
 @pytest.mark.parametrize("kind", list(filter(is_filled, classes_of_parties())), ids=lambda kind: kind.__qualname__)
-def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
+def test_repr_of_parties_shows_shapes(kind: type) -> None:
     secret = torch.full((3, 2), 1234.5)
     held = (
         secret,
@@ -220,7 +220,7 @@ def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
 @pytest.mark.parametrize(
     "kind", [each for each in classes_of_parties() if not is_filled(each)], ids=lambda kind: kind.__qualname__
 )
-def test_other_objects_of_parties_show_none_of_what_they_hold(kind: type) -> None:
+def test_repr_of_party_objects_shows_no_rows(kind: type) -> None:
     """An address, the layers of a module, settings of an optimiser, or words of an error."""
     owner = next(base for base in kind.__mro__ if "__repr__" in vars(base))
     assert owner in {object, type, nn.Module, BaseException, torch.optim.Optimizer} | OWN_WORDS

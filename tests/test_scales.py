@@ -402,7 +402,7 @@ def check(name: str, at: Scale, within: float) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", QUICK)
-def test_fits_move_as_the_model_says(name: str) -> None:
+def test_fits_are_equivariant_to_scales(name: str) -> None:
     for at in dict.fromkeys(suits(name, at) for at in SCALED):
         check(name, at, 1e-6)
 
@@ -424,7 +424,7 @@ def test_slopes_that_differ_are_as_good_far_from_zero() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Expected at least 100 effective nodes")
-def test_expectation_propagation_moves_as_the_model_says() -> None:
+def test_ep_is_equivariant_to_scales() -> None:
     fit = functools.partial(by_ep, "gaussian", FEW, asked=False)
     here = fit(Scale())
     for at in (Scale(y=1e-8, x=1e8), Scale(y_mean=1e9)):
@@ -596,7 +596,7 @@ def process(at: Scale, exact: bool) -> Found:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_gaussian_processes_move_as_the_model_says(exact: bool) -> None:
+def test_gaussian_processes_are_equivariant_to_scales(exact: bool) -> None:
     here = process(Scale(), exact)
     for at in (Scale(y=1e-8, x=1e8), Scale(y=1e8, x=1e-8)):
         assert max(misfit(process(at, exact), here).values()) < 1e-6, at
@@ -611,7 +611,7 @@ def variation(at: Scale) -> Found:
     return {name: value / (at.y / at.x) for name, value in found.items()}
 
 
-def test_total_variation_moves_as_the_model_says() -> None:
+def test_total_variation_is_equivariant_to_scales() -> None:
     here = variation(Scale())
     for at in (Scale(y=1e-8, x=1e8, z=1e8), Scale(y=1e8, x=1e-8, z=1e-8)):
         assert max(misfit(variation(at), here).values()) < 1e-6, at

@@ -86,7 +86,7 @@ def test_an_item_is_shown_or_refused_with_a_reason(source: str) -> None:
     assert all(len(reason.split()) > 4 for reason in reasons)
 
 
-def test_what_is_quoted_stands_in_the_script_or_on_its_page() -> None:
+def test_quoted_figures_are_in_scripts_or_pages() -> None:
     wrong, quoted = [], 0
     for item in items():
         quotes = [(script, quote) for script, given in scripts(item.where).items() for quote in given]

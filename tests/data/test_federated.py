@@ -85,7 +85,7 @@ def test_stack_refuses_unknown_clients(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("max_ratio", [1.0, 1.5, 3.0, float("inf")])
-def test_buckets_cover_everybody_once(max_ratio: float) -> None:
+def test_buckets_cover_every_client_once(max_ratio: float) -> None:
     counts = [1, 10_000, 7, 7, 10, 1, 300, 301, 2, 9, 4000, 6, 7]
     data = make(counts)
     buckets = data.buckets(max_ratio)

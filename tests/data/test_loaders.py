@@ -68,7 +68,7 @@ def test_batch_samplers_of_any_class_begin_from_the_seed() -> None:
         (lambda data: data.for_stage("validate"), "Expected a data module for the loader of stage 'validate' of cl"),
     ],
 )
-def test_who_is_not_there_is_said(wrong: Any, message: str) -> None:
+def test_missing_clients_are_named(wrong: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong(some())
 

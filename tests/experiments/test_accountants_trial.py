@@ -39,7 +39,7 @@ def test_published_figures_come_out_by_their_conversion() -> None:
     assert accountants.renyi(gboard) == pytest.approx(gboard.published, abs=5e-3)
 
 
-def test_the_least_over_all_orders_is_what_the_tutorial_prints_of_its_smallest_noise() -> None:
+def test_rdp_epsilon_matches_tutorial() -> None:
     released = accountants.TUTORIAL["tutorial, noise 0.6, 30 epochs"]
     fine = [2.9 + step / 200 for step in range(20)]
     assert round(accountants.former(released), 3) == 9.747

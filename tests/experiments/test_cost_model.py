@@ -108,7 +108,7 @@ def test_a_reference_is_measured_beside_its_compiled_form() -> None:
     assert ratios[1] <= ratios[0] + 0.01
 
 
-def test_what_a_compiler_refuses_is_said() -> None:
+def test_compiler_errors_are_reported() -> None:
     line = kernel_bounds.compiled("glm_steps", small=True, compile=lambda work, dynamic: lambda: work(1, 2, 3, 4))
     assert len(line) == len(kernel_bounds.COMPILED)
     assert line[4] == "refused (TypeError)"

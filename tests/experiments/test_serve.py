@@ -66,7 +66,7 @@ def test_it_answers_with_what_the_run_predicts(run: ft.Run, client: Any) -> None
         ("[" * 4000, "but got something else"),
     ],
 )
-def test_it_says_what_is_wrong(client: Any, body: str | bytes, said: str) -> None:
+def test_error_responses(client: Any, body: str | bytes, said: str) -> None:
     answer = client.post("/predict", content=body)
     assert answer.status_code == 422
     assert said in answer.json()["detail"]

@@ -399,7 +399,7 @@ def test_fair_averages_of_complex_parameters_are_plain_ones_without_fairness(mak
     [attacks.sign_flip([0]), attacks.noise([0], sd=1.0), attacks.free_rider([0]), attacks.a_little_is_enough([0])],
     ids=lambda attack: attack.name,
 )
-def test_attackers_say_complex_numbers(attack: attacks.Attack) -> None:
+def test_attacks_on_complex_parameters(attack: attacks.Attack) -> None:
     found = run(ft.fedavg(local()) | attack).server["w"]
     assert found.dtype == torch.complex128
     assert float((found - fedavg()["w"]).imag.abs().max()) > 1e-3

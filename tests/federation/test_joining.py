@@ -69,7 +69,7 @@ def test_a_client_that_joins_counts_as_one_that_was_never_asked(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", sorted(COVARIANCE))
-def test_nobody_joins_where_clients_have_a_covariance_with_each_other(name: str, tmp_path: Path) -> None:
+def test_joining_is_refused_with_covariances_of_clients(name: str, tmp_path: Path) -> None:
     few = begun(name, 5)
     few.step()
     few.save(tmp_path / "few")
@@ -106,7 +106,7 @@ def averaged(sizes: list[int], **arguments: Any) -> ft.Run:
     return ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients(sizes)), **arguments)
 
 
-def test_clients_do_not_join_without_being_told(tmp_path: Path) -> None:
+def test_clients_join_only_by_request(tmp_path: Path) -> None:
     few = averaged([4, 5, 6], cohort=2)
     few.step()
     few.save(tmp_path / "few")
@@ -138,7 +138,7 @@ def test_the_clients_that_were_there_come_first_and_have_their_rows(tmp_path: Pa
         ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(moved)).load(tmp_path / "few", joined="new")
 
 
-def test_clients_do_not_join_what_a_ledger_in_memory_accounts_for(tmp_path: Path) -> None:
+def test_joining_needs_a_ledger_in_a_file(tmp_path: Path) -> None:
     """It counts all rounds at one rate, and the rate is that of the cohort among all clients."""
 
     def accounted(sizes: list[int]) -> ft.Run:

@@ -215,7 +215,7 @@ def test_what_fits_can_answer(fit: str) -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS_OF_A_RUN)
-def test_whoever_an_error_names_can_answer(question: str) -> None:
+def test_alternatives_named_in_errors_can_answer(question: str) -> None:
     refused = {fit: answer(question, fit) for fit in ("fedavg", "matrix_normal", "maximum_likelihood")}
     for error in refused.values():
         who = re.match(r"Expected a run of (.*), which .* but got one of .*; it has (.*)", str(error))
@@ -229,7 +229,7 @@ def test_whoever_an_error_names_can_answer(question: str) -> None:
         assert question not in who[2], "it recommends the call that has raised it"
 
 
-def test_questions_to_sites_are_known_and_each_is_answered_by_somebody() -> None:
+def test_every_question_is_answered_by_an_algorithm() -> None:
     every = [posterior_of(make()).questions for make in FITS.values()]
     assert set().union(*every) == set(QUESTIONS)
 

@@ -96,7 +96,7 @@ def test_each_wrong_order_prints_the_right_line() -> None:
         AVERAGE | WRAPPERS["rule"]("fedavg") | robust.rule(robust.krum(1))
 
 
-def test_the_order_holds_whatever_settings_say() -> None:
+def test_wrapper_order_is_independent_of_settings() -> None:
     """Settings are words for people: replaced ones switch no check off."""
     plain = dataclasses.replace(AVERAGE | WRAPPERS["rule"]("fedavg"), settings={})
     with pytest.raises(ValueError, match=r"attacks\.sign_flip after robust\.rule"):
@@ -123,7 +123,7 @@ def test_all_algorithms_of_a_wrapper_spend_from_one_ledger() -> None:
     assert [float(run.history["epsilon"].iloc[-1]) for run in (one, two)] == pytest.approx(expected)
 
 
-def test_attackers_are_told_who_they_are_with_a_bound_that_adapts() -> None:
+def test_attackers_are_marked_under_an_adaptive_clip() -> None:
     private = privacy.client_level(AdaptiveClip(start=1e6), 1e-12, delta=1e-3, entropy=privacy.from_seed(0))
     data = linear_clients([4] * K)  # client level takes all weights as one
     wrong = attacks.denial_of_service([2], 3.0)

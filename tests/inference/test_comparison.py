@@ -176,7 +176,7 @@ def test_blocks_and_padding_do_not_matter(runs: dict[str, ft.Run]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_say_what_one_process_says(runs: dict[str, ft.Run], tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process(runs: dict[str, ft.Run], tmp_path: Path) -> None:
     def body(rank: int) -> list[float]:
         population = ft.Distributed(sites("logistic"))
         run = ft.run(ft.ep(model_of("logistic")), population, rounds=60, until=ep.settled(1e-3))
@@ -203,7 +203,7 @@ def test_the_corrected_posterior_is_taken(runs: dict[str, ft.Run]) -> None:
     assert loo(run, given=better).elpd != loo(run).elpd
 
 
-def test_what_is_no_such_run_is_refused(runs: dict[str, ft.Run]) -> None:
+def test_other_runs_are_refused(runs: dict[str, ft.Run]) -> None:
     run = runs["linear"]
     fedavg = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), run.population)
     with pytest.raises(TypeError, match=r"Expected a run of ft\.ep with a hierarchical model of known family"):

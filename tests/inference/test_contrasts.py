@@ -47,7 +47,7 @@ def test_text_becomes_weights(text: str, weights: dict[str, float]) -> None:
         ("", "a name or a number"),
     ],
 )
-def test_anything_else_is_refused(text: str, message: str) -> None:
+def test_invalid_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear(text, NAMES)
 
@@ -87,14 +87,14 @@ def test_contrasts_are_those_of_least_squares(run: ft.Run, rows: tuple[Tensor, T
     np.testing.assert_allclose(table["p_positive"], p, atol=1e-8)
 
 
-def test_what_is_no_combination_is_refused(run: ft.Run) -> None:
+def test_non_linear_combinations_are_refused(run: ft.Run) -> None:
     with pytest.raises(ValueError, match=r"Expected names of .*, but got \['weight'\]"):
         ft.inference.contrasts(run, {"weight": 1.0})
     with pytest.raises(ValueError, match="Expected a combination, but got none"):
         ft.inference.contrasts(run)
 
 
-def test_a_run_without_a_posterior_says_what_it_has(rows: tuple[Tensor, Tensor]) -> None:
+def test_run_without_posterior_names_alternatives(rows: tuple[Tensor, Tensor]) -> None:
     data = ft.data.from_tensors([rows])
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double())), ft.InProcess(data), rounds=1)
     with pytest.raises(TypeError, match=r"but got one of fedavg; it has .*run.global_module\(\)"):

@@ -89,7 +89,7 @@ def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> Non
     assert 0 < found.efficiency <= 1
 
 
-def test_what_has_no_draws_of_all_coefficients_is_refused() -> None:
+def test_samplers_without_all_coefficients_are_refused() -> None:
     with pytest.raises(TypeError, match="in place of intercept=True"):
         loo(sampled(binary=False, intercept=True, rounds=7))
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
@@ -158,7 +158,7 @@ def test_plots_of_sites_are_those_of_expectation_propagation(both: tuple[ft.Run,
         (deviations.horseshoe, [2**0.5 - 1, 1.0, 2**0.5 + 1]),
     ],
 )
-def test_a_new_site_deviates_as_the_prior_of_deviations_says(prior: Any, quartiles: list[float]) -> None:
+def test_new_site_is_drawn_from_the_prior_of_deviations(prior: Any, quartiles: list[float]) -> None:
     newcomer = sparse.regression(deviation=prior()).newcomer
     assert newcomer is not None
     ones = torch.ones(20_000, 1).double()
@@ -168,7 +168,7 @@ def test_a_new_site_deviates_as_the_prior_of_deviations_says(prior: Any, quartil
     assert bool((new.mean == 3).all())
 
 
-def test_what_says_nothing_of_new_sites_is_refused() -> None:
+def test_samplers_without_newcomers_are_refused() -> None:
     with pytest.raises(TypeError, match="a site's intercept that is integrated out has no distribution"):
         ft.inference.predict(sampled(binary=False, intercept=True, rounds=7), torch.zeros(1, 2))
     own = deviations.Deviation(lambda keys, shape: (), lambda w, u, energy, noise: (w, u))

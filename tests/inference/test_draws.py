@@ -114,7 +114,7 @@ def test_intercepts_of_sites_are_predicted_with() -> None:
     assert list(ft.inference.marginal_effects(run).index) == list(NAMES)
 
 
-def test_a_sampler_without_sites_says_how_to_record_them() -> None:
+def test_sampler_without_sites_names_the_remedy() -> None:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=1, chains=2)
     start = torch.zeros(2, dtype=torch.float64)
     run = ft.run(algorithm, ft.InProcess(data()), start, rounds=10, record=ft.Sampler(), progress=False)
@@ -125,7 +125,7 @@ def test_a_sampler_without_sites_says_how_to_record_them() -> None:
         bare.summary()
 
 
-def test_a_sampler_that_records_sites_goes_on_from_a_file(tmp_path: Any) -> None:
+def test_sampler_with_sites_resumes_from_a_file(tmp_path: Any) -> None:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=1, chains=2)
     start = torch.zeros(2, dtype=torch.float64)
     population = ft.InProcess(data())

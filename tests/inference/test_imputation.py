@@ -148,7 +148,7 @@ def test_close_to_mice() -> None:
     assert float((sd / torch.tensor(numpy.asarray(theirs.bse)) - 1).abs().max()) < 0.3
 
 
-def test_what_cannot_be_imputed_is_refused() -> None:
+def test_imputation_refusals() -> None:
     complete = ft.data.from_tensors([(torch.ones(3, 2), torch.ones(3))])
     with pytest.raises(ValueError, match=r'rows with missing cells, as from_frame\(..., missing="impute"\) makes them'):
         imputed(complete)

@@ -88,7 +88,7 @@ def test_effects_of_a_formula_are_those_of_its_variables() -> None:
     assert back.names == data.design.columns
 
 
-def test_of_a_boolean_variable_of_a_formula_it_is_the_difference_from_false() -> None:
+def test_effect_of_a_boolean_is_the_difference_from_false() -> None:
     rows = frame().assign(male=lambda made: made["male"] == 1)
     data = ft.data.from_frame(rows, client="ward", formula="count ~ dose + male + (1 | ward)")
     model = hierarchical.regression(data.design, "poisson", sd=100.0)
@@ -102,7 +102,7 @@ def test_of_a_boolean_variable_of_a_formula_it_is_the_difference_from_false() ->
     assert men["estimate"].iloc[0] == pytest.approx(fitted * (1 - 1 / ratio), rel=0.03)
 
 
-def test_steps_of_a_derivative_beyond_the_knots_are_not_warned_of() -> None:
+def test_derivative_steps_beyond_knots_do_not_warn() -> None:
     rows = frame(60)
     data = ft.data.from_frame(rows, client="ward", formula="count ~ bs(dose, 4) + (1 | ward)")
     run = ft.run(ft.ep(hierarchical.regression(data.design, "poisson")), ft.InProcess(data), rounds=10, progress=False)

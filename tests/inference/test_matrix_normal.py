@@ -124,7 +124,7 @@ def test_yes_or_no_responses_have_probabilities_and_overdispersed_ones_no_new_re
 # -- over ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_say_what_one_process_says(here: ft.Run, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process(here: ft.Run, tmp_path: Path) -> None:
     """Every rank, though each has the rows of half of the devices; means over devices and each one's own, too."""
 
     def told(run: ft.Run) -> list[float]:
@@ -151,9 +151,7 @@ def numbers(frame: Any) -> np.ndarray:
     return frame.select_dtypes("number").to_numpy(np.float64)
 
 
-def test_sites_give_the_numbers_of_one_process_and_hear_only_their_own_rows(
-    here: ft.Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sites_equal_one_process_and_receive_only_their_rows(here: ft.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     there, host = on_sites(monkeypatch, ROUNDS, after_fit=("effects",), minimum=1)
     frames: list[tuple[str, bytes]] = []
     host.before = lambda name, frame: frames.append((name, frame)) or True
@@ -170,7 +168,7 @@ def test_sites_give_the_numbers_of_one_process_and_hear_only_their_own_rows(
         assert heard == {"abc"[k // 2]}
 
 
-def test_what_a_policy_does_not_let_sites_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_refuses_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     there, _ = on_sites(monkeypatch, 3)
     with pytest.raises(RuntimeError, match=r"'a'.*Policy\(after_fit=\('effects',\)\)"):
         devices(there)

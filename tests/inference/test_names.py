@@ -45,7 +45,7 @@ def _by_formula(column: str, likelihood: bool) -> ft.Run:
 @pytest.mark.parametrize("column", ["sigma", "sd(Intercept)", "sd(sigma)"])
 @pytest.mark.parametrize("likelihood", [False, True])
 @pytest.mark.filterwarnings("ignore:Not converged", "ignore:Expected a likelihood that is curved")
-def test_a_column_called_as_the_package_calls_its_own_is_one_row(column: str, likelihood: bool) -> None:
+def test_column_named_like_a_package_column(column: str, likelihood: bool) -> None:
     run, plain = _by_formula(column, likelihood), _by_formula("dose", likelihood)
     table, expected = run.summary(), plain.summary()
     assert table.index.is_unique
@@ -76,7 +76,7 @@ def test_names_of_tensors_are_kept_apart_too() -> None:
     assert float(drawn["sigma"].mean()) == pytest.approx(2, abs=0.3)
 
 
-def test_draws_keep_the_intercept_of_sites_apart() -> None:
+def test_draws_have_a_site_intercept() -> None:
     x, y, _ = _rows()
     data = replace(ft.data.from_tensors(list(zip(x[..., None], (y > 0).double()))), features=("Intercept",))
     sampler = ft.Sampler(burn_in=2, sites=True)
@@ -87,7 +87,7 @@ def test_draws_keep_the_intercept_of_sites_apart() -> None:
     assert len(ft.inference.predict(run, rows, site="0")) == 2
 
 
-def test_related_devices_keep_the_intercept_of_their_own_apart() -> None:
+def test_related_devices_have_their_own_intercept() -> None:
     x, y, _ = _rows()
     data = replace(ft.data.from_tensors(list(zip(x[..., None], y))), features=("Intercept",))
     head = LinearHead(1, intercept=True, dtype=torch.float64)

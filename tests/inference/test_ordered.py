@@ -51,7 +51,7 @@ def read(**more: Any) -> ft.data.FederatedData:
 
 
 @pytest.mark.parametrize("method", ["ep", pytest.param("maximum likelihood", marks=pytest.mark.slow)])
-def test_sites_find_what_one_process_finds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_equal_one_process(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what sites tell of the fit: densities of rows left out."""
     monkeypatch.setattr(meeting, "time", Clock)
     parts = dict(zip(("north", "south"), (FRAME[:24], FRAME[24:])))
@@ -70,7 +70,7 @@ def test_sites_find_what_one_process_finds(method: str, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ep", "maximum likelihood"])
-def test_ranks_find_what_one_process_finds(method: str, tmp_path: Path) -> None:
+def test_ranks_equal_one_process(method: str, tmp_path: Path) -> None:
     def numbers(population: Any) -> list[float]:
         run = fit(population, read().design, method)
         leaves = [leaf.double().flatten() for leaf in ft.tree.leaves(run.server)]

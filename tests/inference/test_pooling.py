@@ -111,7 +111,7 @@ def runs() -> list[ft.Run]:
     return found
 
 
-def test_runs_are_pooled_as_their_summaries_show_them() -> None:
+def test_pooled_runs_match_their_summaries() -> None:
     fits = runs()
     found, tables = pooled(fits), [fit.summary() for fit in fits]
     assert found.names == ("level", "sd(level)")

@@ -117,7 +117,7 @@ def test_predictions_are_those_of_all_rows_in_one_place(run: ft.Run, dense: Dens
             assert found["new_high"] == pytest.approx(mean + EDGE * whole, abs=1e-2 * sd)
 
 
-def test_a_new_site_has_the_posterior_that_its_rows_would_have_given(run: ft.Run) -> None:
+def test_adapted_equals_a_fit_with_the_site(run: ft.Run) -> None:
     x, y = rows_of_sites(1, seed=9)[0]
     ward = ft.inference.adapted(run, (x, y), site="ward 7")
     data = ft.data.from_tensors([*ROWS, (x, y)])
@@ -197,7 +197,7 @@ def test_responses_of_generalised_models(family: str, trials: float | None) -> N
     assert ft.inference.predict(new, x).iloc[0]["estimate"] == pytest.approx(averaged["estimate"], rel=0.02)
 
 
-def test_sites_keep_what_is_known_of_one_of_them() -> None:
+def test_coefficients_of_one_of_several_sites() -> None:
     host, rows = Hub(), ft.data.from_tensors(ROWS, names=[f"ward {k}" for k in range(len(ROWS))])
     configuration = SiteConfiguration(rows, {"ep": lambda: ft.ep(known_model())})
     site = threading.Thread(target=join, args=(lambda: memory.link(host, "north"), configuration))
@@ -249,7 +249,7 @@ def test_new_sites_of_a_frame_are_adapted_each_by_its_rows() -> None:
     assert ft.inference.adapted(run, new, site="both").sites == ("both",)
 
 
-def test_data_that_were_encoded_by_themselves_are_refused() -> None:
+def test_data_of_another_encoding_are_refused() -> None:
     """Their standardised columns look like the run's, and stand for other ages."""
     frame, run = by_numbers()
     other = {"client": "ward", "formula": "y ~ age + (1 | ward)"}

@@ -314,7 +314,7 @@ def first(x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Only one class is present")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", UNDEFINED)
-def test_what_is_undefined_at_a_client_is_nan_there_and_counted(name: str, options: Any) -> None:
+def test_undefined_scores_are_nan_and_counted(name: str, options: Any) -> None:
     metric, clients = UNDEFINED[name], rows("binary")
     data = ft.data.from_tensors(clients)
     score = run_of(data, first).evaluate(data, {"m": metric}, **options)["m"]
@@ -352,7 +352,7 @@ def test_several_classes_are_undefined_where_there_is_one(task: Any, thresholds:
         same(score.clients[k], of_one_object(metric, [clients[k]]))
 
 
-def test_zero_division_stays_what_torchmetrics_makes_of_it() -> None:
+def test_zero_division_equals_torchmetrics() -> None:
     clients = [(x, torch.zeros_like(y)) for x, y in rows("classes")]
     for metric in (
         classification.MulticlassF1Score(3, zero_division=1),

@@ -221,7 +221,7 @@ def test_too_few_rows_give_nan():
         (classification.BinaryAccuracy() * 100, r"states of its own, but got CompositionalMetric"),
     ],
 )
-def test_what_sums_cannot_make_up_is_refused_by_name(metric, message):
+def test_metrics_without_sums_are_refused_by_name(metric, message):
     with pytest.raises(TypeError, match=message):
         from_torchmetrics(metric)
 

@@ -32,7 +32,7 @@ def test_targets_that_a_loss_ignores_are_not_counted(kind: str, ignored: int) ->
     torch.testing.assert_close(whole, loss(logits[mask], target[mask]), rtol=1e-12, atol=0)
 
 
-def test_a_model_that_says_nan_is_never_right() -> None:
+def test_nan_predictions_are_never_correct() -> None:
     logits, target = torch.full((1, 4, 3), torch.nan), torch.tensor([[0, 1, 2, 0]])
     binary = torch.full((1, 4), torch.nan)
     for prediction, classes in ((logits, target), (binary, target % 2)):

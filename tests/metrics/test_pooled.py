@@ -122,7 +122,7 @@ def test_collections_are_taken_apart(run: ft.Run) -> None:
     assert tensors["all_m/MulticlassF1Score"].overall == alone["f1"].overall
 
 
-def test_trees_are_kept_and_examples_are_refused_where_sums_alone_are_told(run: ft.Run) -> None:
+def test_wrapped_metrics_in_process_and_refusal_over_sites(run: ft.Run) -> None:
     rows = lambda rows: (rows[0], rows[1])
     score, again = (
         run.evaluate(clients(), {"bootstrap": BootStrapper(MulticlassAccuracy(3), num_bootstraps=4)}, rows)["bootstrap"]

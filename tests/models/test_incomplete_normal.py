@@ -49,7 +49,7 @@ def blocks() -> ft.data.FederatedData:
     return ft.data.FederatedData(incomplete_cells(torch.cat([CELLS, CELLS[:2], CELLS[1:]])), torch.tensor([5, 2, 4]))
 
 
-def test_a_client_draws_the_same_whoever_is_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_do_not_depend_on_other_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     data, keys = blocks(), random.fold_in(random.key(0), torch.arange(3))
     together, means = drawn(gaps(data.stack([0, 1, 2])), tree.expand(NORMAL, 3), keys)
     monkeypatch.setattr(incomplete_normal, "_AT_ONCE", 1)  # one row at a time

@@ -97,7 +97,7 @@ def test_majorised_priors(
         close((found[0], found[1] / size), (wanted[0], wanted[1] / size), rtol=1e-10 / min(multiple, 1.0))
 
 
-def test_majorised_priors_that_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_majorised_flat_priors(monkeypatch: pytest.MonkeyPatch) -> None:
     theta = normal(3, 4, 2)
     for covariance in (low_rank.identity(4, 3, float("inf")), low_rank.identity(4, 3, 2.0)):
         close(*both("majorised", monkeypatch, low_rank.majorised, covariance, theta))
@@ -114,7 +114,7 @@ def summaries(units: int, *, seed: int = 5) -> Summary:
 
 @pytest.mark.parametrize("units", [0, 1, 2, 7, 1000])
 @pytest.mark.parametrize("heard", [True, False])
-def test_what_devices_are_sent(units: int, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_to_devices(units: int, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     prior = normal(3, units).square(), normal(4, 3, units).mT
     which = torch.arange(units) % 3 == 1 if heard else None
     some, nothing = summaries(units), Summary(*torch.zeros(3, units, dtype=torch.float64))
@@ -125,7 +125,7 @@ def test_what_devices_are_sent(units: int, heard: bool, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("units", "answered"), [(1, [0]), (6, [0, 2, 5]), (6, []), (50, list(range(50)))])
 @pytest.mark.parametrize("given", ["not", "one", "each"])
-def test_what_devices_have_told(given: str, units: int, answered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_devices(given: str, units: int, answered: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     variance = {"not": None, "one": 0.3, "each": normal(9, units).square()}[given]
     heard = torch.arange(units) % 3 == 1
     ids, told = torch.tensor(answered, dtype=torch.int64), summaries(max(len(answered), 1), seed=11)

@@ -72,7 +72,7 @@ def test_statistics_of_all_clients_are_those_of_their_block() -> None:
     assert same_bits(SufficientStatistics.of(empty).per_row().power[0], torch.zeros((), dtype=torch.float64))
 
 
-def test_rows_with_missing_cells_are_told_what_to_do() -> None:
+def test_missing_cells_name_the_remedy() -> None:
     data = imputation.incomplete([(torch.tensor([[1.0], [torch.nan]]), torch.ones(2))])
     with pytest.raises(
         ValueError, match=r"complete rows \(x, y\), but got rows with missing cells; fit what ft\.inference"

@@ -43,7 +43,7 @@ def test_conjugate_gradients_go_on_until_the_parameters_are_right(alpha: float, 
 
 
 @pytest.mark.parametrize("size", [0.03, 1e-3])
-def test_what_float64_cannot_tell_is_said(size: float) -> None:
+def test_float64_limit_is_reported(size: float) -> None:
     """Conditions of 1e12 and 1e15: the equations hold to rounding, the parameters do not."""
     for seed in range(2):
         one = stiff(1e6, 3, seed, size)
@@ -56,7 +56,7 @@ def test_what_float64_cannot_tell_is_said(size: float) -> None:
         assert hopeless.error > 1
 
 
-def test_solvers_that_are_not_through_do_not_say_so() -> None:
+def test_unfinished_solvers_are_not_converged() -> None:
     """At residuals that would have been small enough."""
     one = stiff(1e6, 3, 1)
     for solve in (solvers.chebyshev, solvers.fedrelax, solvers.fedgd):

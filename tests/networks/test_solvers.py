@@ -420,7 +420,7 @@ def test_features_a_hundred_million_times_as_large(name: str, alpha: float) -> N
 
 @every_solver
 @pytest.mark.parametrize("alpha", [0.5, 1e6])
-def test_whatever_stops_a_solver_it_says_so_and_is_never_nan(solve: Callable[..., Solution], alpha: float) -> None:
+def test_solvers_report_their_stop_without_nan(solve: Callable[..., Solution], alpha: float) -> None:
     one, expected, units = large_and_small(alpha)
     settings = {} if solve is solvers.direct else {"rounds": 2000}
     found = solve(one, **settings)
@@ -454,7 +454,7 @@ def test_dependent_features_are_warned_of_and_zeros_stay_zero() -> None:
     assert torch.allclose(found.parameters, expected, rtol=1e-7, atol=1e-20)
 
 
-def test_the_direct_solution_is_exact_to_rounding_and_says_so() -> None:
+def test_direct_solution_is_exact_to_rounding() -> None:
     data, network, _ = problem()
     for alpha in (1e-6, 1.0, 1e6):
         for dtype in (torch.float64, torch.float32):

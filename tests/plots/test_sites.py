@@ -95,7 +95,7 @@ def test_own_log_odds_are_those_of_the_rows_under_a_flat_prior() -> None:
     np.testing.assert_allclose(found.unpooled_sd[2], (weights @ (theta - mean).square()).sqrt(), rtol=0.02)
 
 
-def test_a_site_whose_rows_say_nothing_has_no_own_estimate() -> None:
+def test_uninformative_site_has_no_unpooled_estimate() -> None:
     data = sites("logistic")
     parts = [(x, torch.zeros_like(y) if k == 0 else y) for k, (x, y) in enumerate(data)]
     parts[1] = (parts[1][0] * torch.tensor([1.0, 0.0]), parts[1][1])
@@ -114,7 +114,7 @@ def test_shrinkage_draws_both_estimates(run: ft.Run) -> None:
     np.testing.assert_allclose(np.asarray(own.get_xdata()), found.unpooled[found.mean[:, 0].argsort(), 0], atol=1e-9)
 
 
-def test_a_funnel_names_who_is_outside(run: ft.Run) -> None:
+def test_funnel_names_sites_outside_its_limits(run: ft.Run) -> None:
     found = site_estimates(run, 0.9)
     far = found._replace(unpooled=found.unpooled.clone(), spread=torch.full_like(found.spread, 0.1))
     far.unpooled[:, 0] = far.centre[0] + torch.tensor([0.0, 0.01, 3.0, 0.02, -0.01])

@@ -230,7 +230,7 @@ def test_off_and_without_numba_there_is_no_program(monkeypatch: pytest.MonkeyPat
     assert caplog.text.count("operations run without compiled programs, more slowly") == 1
 
 
-def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_slow_compilation_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(engine, "_PATIENCE", 0.0)
     assert of_seven(scaled()) == 14
     assert "compiling the program" in caplog.text

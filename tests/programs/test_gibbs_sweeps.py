@@ -138,7 +138,7 @@ def test_the_sampler_uses_it(features: int, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
-def test_the_program_runs_where_nobody_looks_on() -> None:
+def test_program_runs_without_interception() -> None:
     """Other dtypes are of the reference, and derivatives."""
     rows, heard, chains, keys = problem(2, 1, 3)
     single = tree.map(lambda part: part.float(), (rows, heard, chains))

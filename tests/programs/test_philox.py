@@ -119,7 +119,7 @@ class _Watched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_the_program_draws_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_draws_without_interception(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where operations are watched, or a derivative is asked for, they are those of torch."""
     wanted = random.uniform(KEYS, (3,)), random.gamma(KEYS, 2.5)
     monkeypatch.setattr(programs, "draw", lambda *a: pytest.fail("nobody saw it"))

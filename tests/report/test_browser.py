@@ -91,7 +91,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (1000, False), (390, False), (390, True)])
 @pytest.mark.parametrize("name", ["averaged", "network", "sampled", "hierarchy"])
-def test_it_can_be_read(name: str, width: int, dark: bool, shown: browser.Browser, pages: dict[str, Path]) -> None:
+def test_page_in_a_browser(name: str, width: int, dark: bool, shown: browser.Browser, pages: dict[str, Path]) -> None:
     shown.complaints.clear()
     shown.open(pages[name], width, 900, dark=dark)
     if folder := os.environ.get("REPORT_PICTURES"):
@@ -105,7 +105,7 @@ def test_it_can_be_read(name: str, width: int, dark: bool, shown: browser.Browse
     assert shown.value("innerWidth") == width
 
 
-def test_the_browser_would_tell(tmp_path: Path, shown: browser.Browser) -> None:
+def test_browser_reports_violations(tmp_path: Path, shown: browser.Browser) -> None:
     shown.complaints.clear()
     page = tmp_path / "bad.html"
     page.write_text(

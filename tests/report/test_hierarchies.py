@@ -80,7 +80,7 @@ def test_the_intercept_is_off_the_axis_of_effects(tmp_path: Path) -> None:
     assert "Intercept" in page.texts[page.texts.index("Numbers") :]
 
 
-def test_convergence_is_said_in_words() -> None:
+def test_sentences_on_convergence() -> None:
     run = fitted()
     first, *others = propagation(run.history)
     assert first.startswith(f"Settled after {run.number} rounds: the last round moved a mean by")
@@ -157,7 +157,7 @@ def test_a_mean_of_several_clients_is_one_line() -> None:
     assert joined(losses, {"north": ["a", "b"]})[1] == set()
 
 
-def test_organisations_and_what_their_numbers_are(tmp_path: Path) -> None:
+def test_table_of_organisations(tmp_path: Path) -> None:
     def fedavg() -> ft.Algorithm:
         return ft.fedavg(ft.gradient_descent(torch.nn.Linear(1, 1).double(), epochs=1, loss=loss, optimizer=optimizer))
 

@@ -33,7 +33,7 @@ def test_missing_cells_are_shown(tmp_path: Path, missing: str) -> None:
     assert {"Missing cells", "33.3 %", "25 %"} <= {text.strip() for text in texts}
 
 
-def test_complete_rows_have_no_such_section(tmp_path: Path) -> None:
+def test_complete_rows_have_no_missing_section(tmp_path: Path) -> None:
     data = ft.data.from_frame(FRAME.dropna(), client="site", formula="y ~ age + (1 | site)")
     run = ft.run(ft.ep(hierarchical.regression(data.design)), ft.InProcess(data), rounds=2)
     assert "Missing cells" not in harmless(ft.report.write(run, tmp_path).read_text()).texts

@@ -95,7 +95,7 @@ def fitted(names: tuple[str, ...] = (), **settings: Any) -> ft.Run:
     return ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), **{"rounds": 4, **settings})
 
 
-def test_it_says_what_happened(tmp_path: Path) -> None:
+def test_report_contents(tmp_path: Path) -> None:
     run = fitted(faults=ft.dropouts(0.5), cohort=6)
     page = harmless(ft.report.write(run, tmp_path / "new", title="Eight clinics").read_text())
     words = " ".join(page.texts)
@@ -198,7 +198,7 @@ def test_ten_thousand_rounds_and_clients_fit_in_a_megabyte(tmp_path: Path) -> No
     harmless(path.read_text())
 
 
-def test_a_checkpoint_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = fitted()
     run.save(tmp_path / "run.safetensors")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert pictures(tmp_path / "page.html") == pictures(ft.report.write(run, tmp_path / "whole"))
 
 
-def test_a_trainers_checkpoint_is_enough(tmp_path: Path) -> None:
+def test_report_from_a_trainers_checkpoint(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))
     outer = trainer(max_epochs=2)
@@ -241,7 +241,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
     harmless(ft.report.write(run, tmp_path).read_text())
 
 
-def test_the_record_is_verified(tmp_path: Path) -> None:
+def test_report_verifies_the_record(tmp_path: Path) -> None:
     ledger = record.RunRecord()
     run = fitted(record=ledger)
     written = ledger.save(run, tmp_path / "run.safetensors")
@@ -250,7 +250,7 @@ def test_the_record_is_verified(tmp_path: Path) -> None:
     assert "✗ failed:" in harmless(render(tmp_path).read_text()).texts
 
 
-def test_a_trainer_writes_it(tmp_path: Path) -> None:
+def test_trainer_writes_the_report(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     training, validation = data.split(0.5, seed=0)
     error = {"error": torch.nn.functional.mse_loss}
@@ -273,7 +273,7 @@ def refreshes(html: str) -> bool:
     return ("meta", {"http-equiv": "refresh", "content": "10"}) in harmless(html).elements
 
 
-def test_a_page_refreshes_while_its_run_goes_on(tmp_path: Path) -> None:
+def test_page_refreshes_while_running(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     run, pages = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data)), list[str]()
     for _ in run.rounds(3):
@@ -285,7 +285,7 @@ def test_a_page_refreshes_while_its_run_goes_on(tmp_path: Path) -> None:
     assert not refreshes(ft.report.write(run, tmp_path, ended="somebody pulled the plug").read_text())
 
 
-def test_a_trainer_writes_it_while_training_goes_on(tmp_path: Path) -> None:
+def test_trainer_writes_the_report_during_training(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     pages = list[str]()
 
@@ -304,7 +304,7 @@ def test_a_trainer_writes_it_while_training_goes_on(tmp_path: Path) -> None:
         ft.Report(tmp_path, every=0.0)
 
 
-def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
+def test_report_is_written_if_training_fails(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
     federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))
 
@@ -419,7 +419,7 @@ def test_positive_numbers_over_decades_are_logarithmic() -> None:
     assert "<use" in picture(one, "one").svg
 
 
-def test_names_of_sites_are_letters_in_pictures() -> None:
+def test_site_names_are_text_in_pictures() -> None:
     names = ["$\\bad$", "<script>", "a&b", "中文"]
     made = forest("Level", "", [Line(name, -1.0, float(k), 5.0) for k, name in enumerate(names)], zero=0.0)
     assert made is not None
@@ -433,7 +433,7 @@ def test_names_of_sites_are_letters_in_pictures() -> None:
     assert "metadata" not in drawn
 
 
-def test_pictures_neither_heed_nor_change_the_settings_of_figures() -> None:
+def test_pictures_are_independent_of_matplotlib_settings() -> None:
     described = chart("a point", "t", np.ones(1), [Series("change", np.ones(1))])
     assert described is not None
     before = picture(described, "a").svg
@@ -474,7 +474,7 @@ def test_a_drawing_of_a_network(nodes: int) -> None:
         assert len(shown.legend) == 1 + len(set(shades[1:])) == 6
 
 
-def test_given_places_are_kept() -> None:
+def test_given_positions_are_used() -> None:
     places = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
     plain = reduced(ft.Network([[0, 1], [1, 2]], positions=places))
     assert plain is not None

@@ -57,7 +57,7 @@ def test_a_situation_equals_a_plain_loop_or_is_refused_in_every_way(case: Case, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.rowwise], ids=lambda case: case.name)
-def test_a_loss_that_is_said_to_be_the_mean_of_its_rows_losses_is(case: Case) -> None:
+def test_rowwise_losses_are_means_over_rows(case: Case) -> None:
     (rows,) = loop.rows_of(case, (5,))
     (batch,) = loop.batches(rows, None)
     whole, single = loop.gradients(case, batch), [loop.gradients(case, row) for row in loop.batches(rows, 1)]

@@ -69,7 +69,7 @@ def step(attack: attacks.Attack) -> Tensor:
 # -- what they say ---------------------------------------------------------------------------------------------------
 
 
-def test_lies_are_what_they_say() -> None:
+def test_attacks_send_their_formulas() -> None:
     said, weight = changes(), torch.tensor(SIZES).double()
     wrong = torch.zeros(K, dtype=torch.bool).index_fill(0, torch.tensor(WRONG), True)
     expected = {
@@ -166,7 +166,7 @@ def test_several_attacks_join() -> None:
     assert distance(tree.subtract(both, AVERAGE.start)["bias"], expected[3:]) < ROUNDING
 
 
-def test_who_is_away_does_not_attack() -> None:
+def test_absent_clients_do_not_attack() -> None:
     away = ft.Faults(before=lambda keys, ids: torch.isin(ids, torch.tensor(WRONG)))
     for attack in (LIES["sign_flip"], COLLUSIONS["min_max"]):
         assert distance(run(AVERAGE | attack, faults=away).server, run(AVERAGE, faults=away).server) < ROUNDING
@@ -212,7 +212,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         run(replaced, rounds=1)
 
 
-def test_a_block_of_no_clients_says_nothing() -> None:
+def test_empty_block_sends_nothing() -> None:
     krum, median = robust.rule(robust.krum(1)), robust.rule(robust.median(), ft.Network.ring(K))
     gtv = ALGORITHMS["gtv"]()
     attacked = AVERAGE | LIES["noise"], AVERAGE | COLLUSIONS["min_max"] | krum, gtv | LIES["noise"] | median

@@ -31,7 +31,7 @@ def saved(tmp_path: Path) -> Path:
     return ledger.save(made(ledger), tmp_path / "run.safetensors")
 
 
-def test_a_record_says_what_was_done(tmp_path: Path) -> None:
+def test_record_contents(tmp_path: Path) -> None:
     ledger = record.RunRecord(watts=36.0, note="Ada Lovelace")
     rounds = []
 
@@ -99,7 +99,7 @@ def test_spans() -> None:
     assert record.spans(torch.tensor([], dtype=torch.int64)) == ""
 
 
-def test_what_was_written_is_verified(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_verification(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(check.holds for check in record.verify(saved, DATA))
     assert main(["record", "verify", str(saved)]) == 0
     assert "FAILED" not in capsys.readouterr().out

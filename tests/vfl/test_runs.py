@@ -173,7 +173,7 @@ def test_a_trainer_writes_the_report_of_a_split_network(tmp_path: Path) -> None:
     assert splits.distance(fresh, network) == 0
 
 
-def test_the_report_of_a_variational_fit_has_its_posterior(tmp_path: Path) -> None:
+def test_report_of_a_variational_fit_has_its_posterior(tmp_path: Path) -> None:
     fit = variational()
     list(fit.rounds(12))
     page = ft.report.write(fit, tmp_path).read_text()
@@ -232,7 +232,7 @@ DISCLOSED: dict[str, tuple[Callable[[], vfl.NodesRun], set[tuple[str, str, str]]
 
 
 @pytest.mark.parametrize("name", DISCLOSED)
-def test_a_fit_among_nodes_says_what_leaves_and_is_not_changed_by_it(name: str) -> None:
+def test_disclosure_leaves_the_fit_unchanged(name: str) -> None:
     """Before the first iteration and between two, also while parties wait."""
     make, leaves = DISCLOSED[name]
     told, plain = make(), make()
@@ -248,7 +248,7 @@ def test_a_fit_among_nodes_says_what_leaves_and_is_not_changed_by_it(name: str) 
     assert set(told.disclosure(brief=True)["message"]) == set(table["message"])
 
 
-def test_the_report_of_a_fit_among_nodes_has_what_leaves(tmp_path: Path) -> None:
+def test_report_of_nodes_has_the_disclosure(tmp_path: Path) -> None:
     fit = among_nodes()
     list(fit.rounds(2))
     ft.report.write(fit, tmp_path)

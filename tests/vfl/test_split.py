@@ -58,7 +58,7 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_new_rows_are_predicted_between_organisations_from_kept_halves(name: str, tmp_path: Path) -> None:
+def test_predictions_between_organisations_by_saved_parts(name: str, tmp_path: Path) -> None:
     """Each node makes the network anew, reads its own file and has its own rows: what comes out is `predict`."""
     trained, names, rows = CASES[name](), ["party 0", "party 1", "party 2"], data().features
     in_one_graph(trained, data(), 2)
@@ -77,7 +77,7 @@ def test_new_rows_are_predicted_between_organisations_from_kept_halves(name: str
     assert not torch.equal(found, own)
 
 
-def test_what_is_sent_for_a_prediction() -> None:
+def test_messages_of_a_prediction() -> None:
     """Values that only their sum should tell do not leave as they are, and a party has a name and rows of its own."""
     half = CASES["sums"]().party_prediction("party 1", data().features[1])
     with pytest.raises(ValueError, match="Expected a secure sum around a half"):
@@ -117,7 +117,7 @@ def test_minibatches_as_messages(name: str) -> None:
     assert distance(model, other) < ROUNDING
 
 
-def test_local_steps_move_a_party_along_what_it_was_told() -> None:
+def test_local_steps_follow_the_received_gradient() -> None:
     model, rows = CASES["amortised"](), data()
     once, thrice = copy.deepcopy(model), copy.deepcopy(model)
     for other, count in ((once, 1), (thrice, 3)):
@@ -243,7 +243,7 @@ def test_gaussian_bound_averages_to_its_closed_form(rho: float) -> None:
 
 
 @pytest.mark.parametrize("auxiliary", [None, vfl.amortised()], ids=["sums", "amortised"])
-def test_rho_towards_zero_is_the_network_without_z(auxiliary: vfl.Auxiliary | None) -> None:
+def test_small_rho_gives_the_network_without_z(auxiliary: vfl.Auxiliary | None) -> None:
     """Trained by torch alone: the same steps on −E_q log p(y | Σ_j f_j(w)) + KL(q(w) ‖ N(0, 1)), up to O(ρ).
 
     By gradient descent, for Adam takes whole steps along an encoder's gradients however small a ρ makes them.
@@ -336,7 +336,7 @@ def trainer(folder: Path, **arguments: Any) -> L.Trainer:
 
 
 @pytest.mark.parametrize("name", ["dropout", "amortised"])
-def test_an_ordinary_trainer_trains_it(name: str, tmp_path: Path) -> None:
+def test_lightning_trainer_trains_a_split_network(name: str, tmp_path: Path) -> None:
     """And takes the steps of a plain loop, and writes checkpoints that can be loaded."""
     model, rows = CASES[name](), data()
     other = copy.deepcopy(model)
@@ -613,7 +613,7 @@ def test_parameters_in_a_plain_list_are_refused() -> None:
     assert Stacked(Holding(frozen=True), KEYS)(torch.zeros(2, 3)).shape == (len(KEYS), 2, 1)
 
 
-def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
+def test_failed_prediction_restores_training_mode() -> None:
     model, (first, second, third) = network().train(), data().features
     with pytest.raises(ValueError, match=rf"the same rows of all parties, but got \[{N}, 1, {N}\] of them"):
         model.predict([first, second[..., :1, :], third])  # one row would be everybody's

@@ -167,7 +167,7 @@ def test_the_order_of_the_clients_does_not_matter(local: ft.LocalSolver) -> None
 
 @pytest.mark.parametrize("how", ["cohort", "before", "after"])
 @pytest.mark.parametrize("local", locals_(), ids=["least squares", "descent"])
-def test_those_who_answer_are_the_federation(local: ft.LocalSolver, how: str) -> None:
+def test_only_answers_count(local: ft.LocalSolver, how: str) -> None:
     data, silent = linear_clients(SIZES), torch.tensor([1, 4])
     others = torch.tensor([0, 2, 3, 5])
     settings: dict[str, Any] = {
@@ -214,7 +214,7 @@ def test_no_clients() -> None:
         assert all(len(leaf) == 0 for leaf in tree.leaves((message, state, info)))
 
 
-def test_everybody_predicts_with_the_servers_parameters() -> None:
+def test_all_clients_predict_with_server_parameters() -> None:
     round = ft.Run(ft.fedavg(sgd(0.1)), ft.InProcess(linear_clients(SIZES))).step()
     for k in range(len(SIZES)):
         assert same_bits(client_tensors(round.clients, round.server, k), round.server)

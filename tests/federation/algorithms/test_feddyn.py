@@ -109,7 +109,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
     assert distance(one.server, two.server) < 10 * ROUNDING
 
 
-def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None:
+def test_server_total_is_the_sum_of_all_contributions() -> None:
     data, algorithm = linear_clients(SIZES), ft.feddyn(ft.least_squares(linear()), 3.0)
     lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = tree.map(lambda leaf: leaf + 3, algorithm.start)

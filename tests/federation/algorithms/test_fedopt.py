@@ -78,7 +78,7 @@ def test_algorithm_2_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adam", "Yogi", "Adagrad"])
 @pytest.mark.parametrize("initial", [None, 0.0, 0.04])
-def test_second_moments_begin_where_papers_and_libraries_say(name: str, initial: float | None) -> None:
+def test_initial_second_moments_match_papers_and_libraries(name: str, initial: float | None) -> None:
     """τ² in Reddi et al., 0 in Flower and FLamby, without correction of bias."""
     data, tau, rate = linear_clients(SIZES), 1e-3, 0.1
     make: Any = {"Adam": partial(ft.fedadam, bias_correction=False), "Yogi": ft.fedyogi, "Adagrad": ft.fedadagrad}[name]
@@ -159,7 +159,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
     assert distance(one.server, two.server) < 100 * ROUNDING
 
 
-def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
+def test_only_answers_count_and_no_answers_mean_no_step() -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=2)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
     lost = ft.Faults(after=lambda keys, ids: (ids == 1) | (ids == 4))

@@ -76,7 +76,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_those_who_answer_are_the_federation(when: str) -> None:
+def test_only_answers_count(when: str) -> None:
     data, lost = linear_clients(SIZES), ft.Faults(**{when: lambda keys, ids: (ids == 1) | (ids == 4)})
     some = ft.run(fedsgd(0.1), ft.InProcess(data), faults=lost, rounds=3).last
     others = ft.run(fedsgd(0.1), ft.InProcess(data.select([0, 2, 3, 5])), rounds=3).last

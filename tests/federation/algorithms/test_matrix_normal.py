@@ -338,7 +338,7 @@ def test_lost_messages_do_not_move_the_fixed_point() -> None:
     assert float(gradient(one, statistics(data)).abs().max()) < 1e-9
 
 
-def test_the_server_s_rows_are_all_that_was_told() -> None:
+def test_server_rows_equal_sent_coefficients() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=3))
     lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = {"coefficients": torch.ones(3, dtype=torch.float64)}

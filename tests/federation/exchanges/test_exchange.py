@@ -186,14 +186,14 @@ def test_nothing_costs_nothing(make: Callable[[], Exchange]) -> None:
     assert exchange.finish(exchange.merge([exchange.gather({}, slice(0, 4))] * 2)) is not None
 
 
-def test_star_tells_everybody_the_same_without_copies() -> None:
+def test_star_sends_all_clients_the_same_without_copies() -> None:
     outbox = {"w": torch.ones(2, 3)}
     inbox = star().scatter(outbox, torch.tensor([4, 9]))
     assert inbox["w"].shape == (2, 2, 3)
     assert inbox["w"].data_ptr() == outbox["w"].data_ptr()
 
 
-def test_private_rows_tell_each_client_its_own() -> None:
+def test_private_rows_send_each_client_its_row() -> None:
     outbox = {"w": torch.arange(2.0 * K).reshape(K, 2)}
     exchange = private_rows()
     assert torch.equal(exchange.scatter(outbox, torch.tensor([5, 2]))["w"], outbox["w"][[5, 2]])
@@ -230,7 +230,7 @@ def test_the_power_of_two_above_weights_is_that_of_operations_on_a_device(size: 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, None])
 @pytest.mark.parametrize("place", ["value", "weight", "sum"])
-def test_what_is_not_finite_or_weighs_less_than_nothing_is_seen(wrong: float | None, place: str) -> None:
+def test_non_finite_and_negative_weights_are_detected(wrong: float | None, place: str) -> None:
     made = messages()
     if wrong is not None:
         leaf = {"value": made.change.value["w"], "weight": made.change.weight, "sum": tree.leaves(made.sums)[0]}[place]

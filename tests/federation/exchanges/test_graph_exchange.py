@@ -41,7 +41,7 @@ def aggregate(exchange: Exchange, blocks: list[Any], message: Tree) -> Tree:
     return exchange.finish(exchange.merge(partials))
 
 
-def test_every_node_hears_the_weighted_sum_of_its_neighbours() -> None:
+def test_nodes_receive_the_weighted_sum_of_neighbours() -> None:
     message = messages()
     result = aggregate(graph(NETWORK), [slice(0, N)], message)
     for name, value in message.sums.value.items():
@@ -130,7 +130,7 @@ def test_a_star_is_a_network_too() -> None:
     assert result.value.tolist() == [N * (N - 1) / 2] + [0.0] * (N - 1)
 
 
-def test_without_edges_nobody_hears_anything() -> None:
+def test_isolated_nodes_receive_nothing() -> None:
     nobody = graph(Network(torch.zeros(0, 2, dtype=torch.int64), nodes=3))
     result = aggregate(nobody, [slice(0, 3)], Mean(torch.ones(3, 2), torch.ones(3)))
     assert result.value.tolist() == [[0.0, 0.0]] * 3

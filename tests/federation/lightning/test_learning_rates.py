@@ -93,7 +93,7 @@ class Doubling(L.Callback):
 
 
 @pytest.mark.parametrize("solver", ["stacked", "Trainer"])
-def test_what_a_callback_writes_the_clients_take(solver: str) -> None:
+def test_clients_use_learning_rates_of_callbacks(solver: str) -> None:
     ends = []
     for callbacks in ([], [Doubling()]):
         model = federation(solver, "none")

@@ -145,7 +145,7 @@ def test_rows_are_the_populations_and_not_the_trainers(local: ft.LocalSolver) ->
     assert model.round == 0
 
 
-def test_what_a_trainer_does_not_do_says_who_does(local: ft.LocalSolver) -> None:
+def test_refused_trainer_features_name_alternatives(local: ft.LocalSolver) -> None:
     model = federation(local)
     with pytest.raises(ValueError, match=r"rows for trainer\.test, but got none; pass trainer\.test\(federation, data"):
         trainer().test(model)
@@ -313,7 +313,7 @@ def test_no_global_module_with_buffers_of_the_clients() -> None:
                 model.global_module()
 
 
-def test_one_pooled_client_is_scored_on_everybody(local: ft.LocalSolver) -> None:
+def test_pooled_client_is_scored_on_all_rows(local: ft.LocalSolver) -> None:
     model = ft.Federation(ft.pooled(local), ft.InProcess(TRAINING.pool()), validation=VALIDATION, metrics=METRICS)
     outer = trainer(max_epochs=2)
     outer.fit(model)

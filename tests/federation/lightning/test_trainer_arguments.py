@@ -126,7 +126,7 @@ def test_what_would_do_nothing_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("name", ACTS)
 @pytest.mark.filterwarnings("ignore")
-def test_what_acts(name: str, tmp_path: Any) -> None:
+def test_trainer_arguments_that_act(name: str, tmp_path: Any) -> None:
     arguments, rounds, scores = ACTS[name]
     seen: list[int] = []
     given = {"max_epochs": 3, "num_sanity_val_steps": 0, **arguments}
@@ -140,7 +140,7 @@ def test_what_acts(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_settings_are_logged_unless_told_not_to(tmp_path: Any, told: bool) -> None:
+def test_settings_are_logged_unless_disabled(tmp_path: Any, told: bool) -> None:
     logger = CSVLogger(tmp_path)
     trainer(max_epochs=1, logger=logger, enable_autolog_hparams=told).fit(federation())
     assert bool(logger.experiment.hparams) == told
@@ -190,7 +190,7 @@ def test_clients_take_at_most_so_many_minibatches_of_an_epoch(solver: str, limit
     torch.testing.assert_close(model.server, each.server, rtol=1e-12, atol=1e-12)
 
 
-def test_a_limit_that_nobody_can_keep_is_refused() -> None:
+def test_impossible_limit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Client 'client 0': .* one minibatch .* limit of 0\.4 leaves none of 2"):
         trainer(max_epochs=1, limit_train_batches=0.4).fit(batched("stacked"))
     other = ft.Federation(ft.fedsgd(Lit(), lr=0.1), ft.InProcess(DATA))

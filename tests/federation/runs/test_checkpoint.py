@@ -209,7 +209,7 @@ def test_a_file_of_another_run_is_refused(name: str, tmp_path: Path) -> None:
     assert same_bits(same.server, run.server)
 
 
-def test_cohorts_are_told_apart_by_what_they_close_over() -> None:
+def test_fingerprint_of_cohorts_includes_closures() -> None:
     cohorts = [ft.poisson_cohort(0.5, 3), ft.poisson_cohort(0.4, 3), fixed_cohort([0, 1]), fixed_cohort([0, 2])]
     described = [checkpoint.describe(cohort) for cohort in cohorts]
     assert len(set(described)) == 4
@@ -234,7 +234,7 @@ def documented() -> int:
     return 1
 
 
-def test_what_is_written_about_a_function_does_not_count() -> None:
+def test_fingerprint_ignores_docstrings() -> None:
     assert checkpoint.describe(documented).endswith("documented((1), (), None)")
 
 

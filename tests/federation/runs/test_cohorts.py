@@ -98,7 +98,7 @@ def test_the_same_under_run_and_under_a_trainer(name: str) -> None:
     assert all(torch.equal(round.asked, round.ids) for round in rounds)
 
 
-def test_a_round_of_nobody_does_nothing() -> None:
+def test_empty_round_does_nothing() -> None:
     algorithm, population = ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))
     cohort = ft.poisson_cohort(0.15, 3)
     model = ft.Federation(algorithm, population, cohort=cohort, seed=1)

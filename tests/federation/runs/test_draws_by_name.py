@@ -143,7 +143,7 @@ def test_cohorts_follow_names(name: str) -> None:
         assert cohort.of(torch.arange(len(NAMES)))(key, 0).equal(cohort(key, 0))  # of clients without names
 
 
-def test_cohorts_of_clients_without_names_are_what_they_were() -> None:
+def test_cohorts_without_names_are_unchanged() -> None:
     for number in range(20):
         key = random.fold_in(random.key(1), number)
         assert COHORTS["uniform"](key, 0).equal(random.choice(key, len(NAMES), 3))

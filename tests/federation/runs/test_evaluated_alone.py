@@ -158,7 +158,7 @@ def test_what_a_batch_leaves_for_the_next_is_refused() -> None:
         run.evaluate(ft.data.from_loaders(loaders), METRICS)
 
 
-def test_the_log_says_who_goes_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_sequential_clients_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     run = trained(Branch(), VECTORS)
     with caplog.at_level(logging.INFO, logger="fedtorch"):
         run.evaluate(ft.data.from_tensors(VECTORS), METRICS)

@@ -165,7 +165,7 @@ def test_no_metrics_and_other_clients_are_refused() -> None:
         evaluate(clients, outbox, predict, DATA.select([0, 1]), METRICS)
 
 
-def test_unseen_clients_start_where_all_started_and_hear_the_server() -> None:
+def test_unseen_clients_use_initial_state_and_server() -> None:
     others = linear_clients([4, 9, 6], seed=5)
     local = sgd(0.1, steps=3)
     averaged = ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=2)
@@ -183,7 +183,7 @@ def test_unseen_clients_start_where_all_started_and_hear_the_server() -> None:
     assert len(federation.evaluate(others, MSE, unseen=True)["mse"].clients) == 3
 
 
-def test_unseen_clients_have_no_model_where_each_hears_its_own() -> None:
+def test_unseen_clients_have_no_model_with_private_rows() -> None:
     others = linear_clients([4, 9], seed=5)
     coupled = ft.Run(ft.gtv(sgd(0.1, steps=3), ft.Network.ring(4), 0.1), ft.InProcess(DATA))
     with pytest.raises(ValueError, match="Expected an algorithm whose server sends all clients the same"):

@@ -98,7 +98,7 @@ def test_drop_outs_and_losses_have_their_probabilities() -> None:
     assert_probability(hits(both.before), 1 - (1 - expected) ** 2)
 
 
-def test_stragglers_are_as_late_as_their_durations_say() -> None:
+def test_stragglers_follow_their_durations() -> None:
     mean = SECONDS.double()
     assert_probability(hits(ft.stragglers(0.7, mean).late), (-0.7 / mean).exp())
     sigma = 0.5
@@ -122,7 +122,7 @@ def test_draws_do_not_depend_on_the_cohort(fault: ft.Faults) -> None:
 
 @every_fault
 @pytest.mark.parametrize("cohort", [None, 4])
-def test_the_log_accounts_for_everybody(fault: ft.Faults, cohort: int | None) -> None:
+def test_fault_log_counts_all_clients(fault: ft.Faults, cohort: int | None) -> None:
     seen: dict[str, int] = {"lost_before": 0, "late": 0, "lost_after": 0}
     for round in rounds(cohort=cohort, faults=fault, count=30):
         silent = {name: getattr(round, name) for name in seen}
@@ -181,7 +181,7 @@ def test_half_of_the_clients_missing_stay_near_the_fixed_point_of_different_clie
 
 @pytest.mark.parametrize("cohort", [None, 4])
 @pytest.mark.parametrize("fault", [None, FAULTS["all"]], ids=["no faults", "all faults"])
-def test_what_comes_twice_or_in_another_order_is_taken_once(cohort: int | None, fault: ft.Faults | None) -> None:
+def test_repeated_messages_count_once(cohort: int | None, fault: ft.Faults | None) -> None:
     population = ft.InProcess(DATA)
     plain = list(rounds(population, cohort=cohort, faults=fault))
     run = ft.Run(telling(), population, {}, cohort=cohort, faults=(fault or ft.Faults()) | ft.duplicated(0.7))

@@ -180,7 +180,7 @@ def test_a_run_loads_the_checkpoint_of_a_trainer(tmp_path: Path) -> None:
         ft.load_module(keep.best_model_path, Classifier())
 
 
-def test_a_class_that_loads_the_checkpoint_of_a_federation_is_told_what_to_call(tmp_path: Path) -> None:
+def test_wrong_load_names_load_module(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, filename="last")
     outer = trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True)
     outer.fit(ft.Federation(ft.fedavg(solver()), ft.InProcess(classes())))
@@ -242,7 +242,7 @@ def test_another_module_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5000])
-def test_checksums_tell_numbers_in_another_order(count: int) -> None:
+def test_checksums_depend_on_order(count: int) -> None:
     numbers = torch.arange(count).to(torch.float32)
     assert checksum(numbers) == checksum(numbers.clone()) != checksum(numbers.flip(0))
     assert checksum(numbers) != checksum(numbers.index_fill(0, torch.tensor([count - 1]), -1.0))

@@ -346,7 +346,7 @@ class Scores(L.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
-def test_what_a_clients_rows_do_not_define_is_nan_and_counted_and_what_is_nan_fails() -> None:
+def test_undefined_scores_are_counted_and_nan_predictions_fail() -> None:
     generator = torch.Generator().manual_seed(2)
     rows = [
         (torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 2 * (k != 1))

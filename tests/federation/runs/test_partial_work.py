@@ -44,9 +44,7 @@ def one_round(data: ft.data.FederatedData, local: ft.LocalSolver, faults: ft.Fau
 @pytest.mark.parametrize(("sizes", "adam"), [([8] * 4, False), ([5, 8, 11, 8], True)], ids=["alike", "ragged"])
 @pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("unit", ["epochs", "steps"])
-def test_as_many_epochs_or_steps_as_the_share_says(
-    sizes: list[int], batch_size: int | None, unit: str, adam: bool
-) -> None:
+def test_partial_work_by_epochs_or_steps(sizes: list[int], batch_size: int | None, unit: str, adam: bool) -> None:
     data = linear_clients(sizes)
     inputs = data[0][0].shape[1]
     slow = ft.partial_work(1.0, shares=SHARES)

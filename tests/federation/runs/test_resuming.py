@@ -95,7 +95,7 @@ def test_the_module_s_own_optimiser_under_privacy(tmp_path: Path) -> None:
     )
 
 
-def test_what_only_a_trainer_can_say_is_told_by_the_module_s_numbers(tmp_path: Path) -> None:
+def test_trainer_settings_are_compared_by_module_numbers(tmp_path: Path) -> None:
     asks = {"asks": "num_training_batches"}
     other = run_of(faithful(rate=0.2, **asks))
     refused(run_of(faithful(**asks)), other, tmp_path / "run", r"with local\.module\.rate 0\.2, but got one with 0\.1")
@@ -308,7 +308,7 @@ def test_trained_tensors_may_begin_elsewhere_and_torch_may_know_more_settings(tm
     assert newer.load(tmp_path / "run").number == 1
 
 
-def test_a_checkpoint_that_says_nothing_of_layers_is_compared_by_its_tensors() -> None:
+def test_checkpoint_without_layers_is_compared_by_tensors() -> None:
     """As versions before wrote them."""
     flat = on_frozen().state_dict()
     said = json.loads(bytes(flat["module"].tolist()))

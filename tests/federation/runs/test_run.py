@@ -110,7 +110,7 @@ def test_messages_that_never_left_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_if_nobody_answers_the_server_is_not_called(when: str) -> None:
+def test_server_is_not_called_without_answers(when: str) -> None:
     def server(total: Tree, aggregate: Tree, key: Tensor) -> Tree:
         raise AssertionError("called")
 

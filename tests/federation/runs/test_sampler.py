@@ -97,7 +97,7 @@ def test_quantities_of_the_model_are_watched() -> None:
     }  # fmt: skip
 
 
-def test_what_a_client_keeps_can_be_watched_in_research() -> None:
+def test_sampler_records_client_states() -> None:
     def watch(round: ft.Round) -> dict[str, torch.Tensor]:
         return {"site": round.clients.table.read(slice(0, 3)).variables.theta.transpose(0, 1)}
 

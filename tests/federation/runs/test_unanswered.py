@@ -51,7 +51,7 @@ NOBODY = {"before": ft.dropouts(0.999999), "after": ft.lost_messages(0.999999)}
 @pytest.mark.filterwarnings("ignore:.*depend")
 @pytest.mark.parametrize("lost", NOBODY)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_columns_are_there_and_nan_where_nobody_answers(algorithm: str, lost: str) -> None:
+def test_history_columns_are_nan_without_answers(algorithm: str, lost: str) -> None:
     run = ft.run(ALGORITHMS[algorithm](), ft.InProcess(DATA), rounds=2, faults=NOBODY[lost])
     answered = ft.run(ALGORITHMS[algorithm](), ft.InProcess(DATA), rounds=2)
     assert run.history["answered"].tolist() == [0, 0]
@@ -61,7 +61,7 @@ def test_columns_are_there_and_nan_where_nobody_answers(algorithm: str, lost: st
 
 
 @pytest.mark.parametrize("seed", [0, 1, 3, 5])
-def test_early_stopping_and_checkpoints_go_on_where_nobody_answers(seed: int, tmp_path: Any) -> None:
+def test_early_stopping_ignores_rounds_without_answers(seed: int, tmp_path: Any) -> None:
     stopping = EarlyStopping("train_loss", patience=2)
     checkpoint = ModelCheckpoint(tmp_path, monitor="train_loss")
     federation = ft.Federation(ft.fedavg(local()), ft.InProcess(DATA), faults=ft.dropouts(0.7), seed=seed)

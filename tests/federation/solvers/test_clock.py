@@ -52,7 +52,7 @@ def test_a_learning_rate_is_halved_after_its_rounds(reset: Any) -> None:
 
 
 @pytest.mark.parametrize("reset", ["round", "never"])
-def test_who_has_been_away_goes_on_where_the_federation_is(reset: Any) -> None:
+def test_returning_client_has_the_federations_clock(reset: Any) -> None:
     rates: list[list[float]] = []
     local = watched(ft.gradient_descent(Halving(), epochs=1, batch_size=4, reset=reset), rates)
     run = ft.Run(ft.fedavg(local), ft.InProcess(linear_clients(SIZES)))

@@ -96,7 +96,7 @@ def test_heads_of_some_clients_train_as_in_a_loop(
         )
 
 
-def test_a_head_that_nobody_uses_stays_as_it_was() -> None:
+def test_unused_head_is_unchanged() -> None:
     server = ours(OPTIMIZERS["AdamW"], "never", None, None)
     for name, start in Heads().named_parameters():
         assert torch.equal(server[name], start.detach()) == name.startswith("heads.2"), name

@@ -68,7 +68,7 @@ def test_all_are_trained_as_one_after_another(
     torch.testing.assert_close(*logged, rtol=close, atol=close)
 
 
-def test_those_who_are_done_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_clients_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     local = ft.gradient_descent(
         network().double(), loss=F.cross_entropy, optimizer=OPTIMISERS["Adam"], epochs=3, batch_size=2

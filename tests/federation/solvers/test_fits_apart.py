@@ -168,7 +168,7 @@ def kept_in_lists() -> float:
     return 1.0
 
 
-def test_what_no_fit_reads_is_kept_as_it_would_be() -> None:
+def test_unread_state_equals_sequential_fits() -> None:
     assert fitted(kept_in_lists, rounds=2) == [-4.0] * 3
     assert type(Scaled.calls) is int
     assert Scaled.calls == len(SEEN) > 3 * 2 * 2  # the first fit is taken twice

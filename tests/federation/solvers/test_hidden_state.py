@@ -405,7 +405,7 @@ def test_a_count_that_a_hook_or_a_maker_of_optimisers_keeps_is_found(batched: An
 
 
 @pytest.mark.parametrize("batched", WAYS)
-def test_attributes_that_nobody_reads_change_nothing(batched: Any) -> None:
+def test_unread_attributes_change_nothing(batched: Any) -> None:
     class Stores(Step):
         def training_step(self, batch: Any) -> Tensor:
             self.net.weight.n = getattr(self.net.weight, "n", 0) + 1
@@ -426,7 +426,7 @@ def test_a_copy_has_attributes_of_parameters_of_its_own() -> None:
     assert copied.weight.derived is module.weight.derived  # type: ignore[attr-defined]
 
 
-def test_what_was_there_is_put_back_and_what_was_not_is_gone() -> None:
+def test_hidden_state_is_restored_exactly() -> None:
     queue, other = torch.zeros(2), linear()
 
     def loss(output: Tensor) -> Tensor:

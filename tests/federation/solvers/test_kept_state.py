@@ -104,7 +104,7 @@ def test_a_count_is_refused_wherever_it_is(where: str, batched: Any) -> None:
 
 
 @pytest.mark.parametrize("batched", WAYS)
-def test_what_is_kept_and_not_read_changes_nothing(batched: Any) -> None:
+def test_unread_kept_state_changes_nothing(batched: Any) -> None:
     seen: list[float] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -261,9 +261,7 @@ def stepped(module: nn.Module, batched: Any) -> Tensor:
 
 @pytest.mark.parametrize("batched", WAYS)
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in LATE.items() for kind in kinds])
-def test_what_is_kept_from_the_first_step_on_and_read_later_is_refused_by_name(
-    name: str, kind: Any, batched: Any
-) -> None:
+def test_kept_state_read_later_is_refused_by_name(name: str, kind: Any, batched: Any) -> None:
     with pytest.raises(TypeError, match=f"keeps {name} from step to step"):
         stepped(kind(), batched)
 
@@ -286,7 +284,7 @@ TABLE_COUNTS = {"steps": 0}
 
 
 @pytest.mark.parametrize("batched", WAYS)
-def test_counts_that_nobody_reads_are_what_they_would_be(batched: Any) -> None:
+def test_unread_counts_equal_sequential_ones(batched: Any) -> None:
     TABLE["losses"].clear()
     TABLE_COUNTS["steps"] = 0
     torch.testing.assert_close(stepped(OnlyKept(), batched), torch.full((4, 1), 0.92, dtype=torch.float64))

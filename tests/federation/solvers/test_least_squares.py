@@ -462,7 +462,7 @@ def test_reweighted_least_squares_is_the_fit_of_statsmodels(family: str) -> None
         assert ours.numpy() == pytest.approx(found.params, abs=1e-9)
 
 
-def test_responses_that_are_told_apart_end_far_out_and_finite() -> None:
+def test_separated_responses_give_finite_coefficients() -> None:
     x = torch.tensor([[-2.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)
     data = ft.data.from_tensors([(x, (x[:, 0] > 0).double()), (x, torch.ones(4, dtype=torch.float64))])
     local = ft.least_squares(ft.LinearHead(1, dtype=torch.float64), family="logistic")

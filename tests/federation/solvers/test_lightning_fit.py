@@ -281,7 +281,7 @@ class TestAnyModule:
         with pytest.raises(ValueError, match=r"unfreezes the parameters net\.0\.weight, net\.0\.bias"):
             solve(local)
 
-    def test_nobody(self) -> None:
+    def test_no_clients(self) -> None:
         local = ft.lightning_fit(Net(), max_epochs=1, buffers="local")
         start, state = tree.expand((local.parameters, local.init(local.parameters)), 0)
         data = tree.take(block(clients()), slice(0, 0))

@@ -147,7 +147,7 @@ def problem(
 @pytest.mark.parametrize(
     "rule", [None, Momentum(0.9, 0.1), Adam((0.9, 0.99), 1e-3, 0.1)], ids=["sgd", "momentum", "adam"]
 )
-def test_the_program_does_what_the_loop_does(
+def test_program_equals_the_loop(
     family: Any, dtype: torch.dtype, features: int, rule: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows than a tile has, by columns and by rows, with an intercept, for any number of threads."""

@@ -148,7 +148,7 @@ def test_metrics_of_other_objects_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "log", [lambda self, p, y: self.log("m", F.mse_loss(p, y), reduce_fx="max") if len(y) == 1 else None]
 )
-def test_who_never_logs_is_undefined(log: Any) -> None:
+def test_clients_without_logs_are_undefined(log: Any) -> None:
     expected = [client[-1][0] if client[-1][1] == 1 else float("nan") for client in errors(Logging(None, log))]
     assert logged(Logging(None, log)) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 

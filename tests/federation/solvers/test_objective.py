@@ -84,7 +84,7 @@ def test_signatures_of_training_step(step):
     ],
     ids=str,
 )
-def test_what_is_no_loss(answer, got):
+def test_refused_losses(answer, got):
     with pytest.raises(TypeError, match=f"Expected Custom to return a scalar loss, but got {got}"):
         loss_of(lit(training_step=lambda self, batch, batch_idx: answer))
 
@@ -217,7 +217,7 @@ def test_several_hooks_and_hooks_on_the_instance():
         training_copy(module, ["setup"])
 
 
-def test_what_is_not_a_training_module():
+def test_refused_training_modules():
     with pytest.raises(TypeError, match=r"Expected an nn.Module or a LightningModule, but got function"):
         gradient_descent(lambda x: x, epochs=1)
     with pytest.raises(TypeError, match="Expected Empty to define training_step"):

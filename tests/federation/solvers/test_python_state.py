@@ -154,7 +154,7 @@ READ = {
 
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("batched", ["auto", False])
-def test_what_another_step_reads_is_refused_by_name(name: str, batched: Any) -> None:
+def test_state_read_by_another_step_is_refused_by_name(name: str, batched: Any) -> None:
     with pytest.raises(
         (TypeError, ft.data.BadClients), match=f"Keeps keeps .*{name.strip().partition('.')[0]}.* from step to step"
     ):
@@ -259,7 +259,7 @@ def test_globals_that_a_loss_reads_are_refused_and_put_back(loss: Any, name: str
     assert (TOTAL, SEEN) == (0, [])
 
 
-def test_what_a_loss_closes_over_is_refused_and_put_back() -> None:
+def test_closures_of_losses_are_refused_and_restored() -> None:
     count, items, window = 0, [], deque([7], maxlen=2)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

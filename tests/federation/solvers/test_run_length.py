@@ -78,7 +78,7 @@ def test_a_trainer_of_another_length_is_refused_by_name(settings: dict[str, int]
     assert federation.round == ROUNDS
 
 
-def test_a_trainer_of_each_client_has_to_be_told_what_its_schedule_spans() -> None:
+def test_client_trainers_need_the_schedule_length() -> None:
     with pytest.raises(ValueError, match=r"Expected rounds=.*lightning_fit\(\.\.\., rounds=50\).*\"each\""):
         ft.run(ft.fedavg(local("Trainer", rounds=None)), ft.InProcess(linear_clients([4])), rounds=2)
     assert ft.run(ft.fedavg(local("Trainer", rounds="each")), ft.InProcess(linear_clients([4])), rounds=2).number == 2

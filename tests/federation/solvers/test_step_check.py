@@ -157,7 +157,7 @@ def by_length(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [half_norm, by_length])
-def test_a_padded_batch_whose_loss_is_no_mean_of_rows_is_found(loss: Any) -> None:
+def test_step_check_detects_losses_that_are_no_means(loss: Any) -> None:
     with pytest.raises(StepsDiffer, match="in padded steps from that of each client's own rows") as caught:
         Held(net(), loss)(batch_of(block((4, 2, 3, 4)), padded=True))
     assert caught.value.padded
@@ -299,7 +299,7 @@ def test_gaps_are_relative_to_the_larger_norm(one: list[float], other: list[floa
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_beside_a_number_is_no_rounding(wrong: float) -> None:
+def test_non_finite_difference_is_no_rounding(wrong: float) -> None:
     one, other = torch.tensor([wrong, 1.0]).double(), torch.ones(2).double()
     assert relative_gap(one, other) == relative_gap(other, one) == float("inf")
 

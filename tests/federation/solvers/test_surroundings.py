@@ -103,7 +103,7 @@ class TestNoTrace:
         assert caplog.records == []
         assert list(tmp_path.iterdir()) == []
 
-    def test_warnings_of_the_module_are_heard(self) -> None:
+    def test_module_warnings_are_shown(self) -> None:
         class Own(Net):
             def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
                 warnings.warn("mine", UserWarning, stacklevel=1)

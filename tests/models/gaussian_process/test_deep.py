@@ -113,7 +113,7 @@ def simulated(likelihood: str, units: int, size: int, more: int) -> tuple[Tensor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["normal", "yes or no", "counts"])
-def test_intervals_of_new_outputs_cover_what_they_say(likelihood: str) -> None:
+def test_intervals_of_new_outputs_have_nominal_coverage(likelihood: str) -> None:
     """Places of new outputs in their predictive distributions, broken at random where these have steps, are uniform.
 
     Kernel and noise are known, so that only q is learnt; of forty units with twelve rows and ten new outputs each.
@@ -154,7 +154,7 @@ def test_intervals_of_new_outputs_cover_what_they_say(likelihood: str) -> None:
 
 
 @pytest.mark.slow
-def test_intervals_of_two_layers_cover_what_the_docstring_says() -> None:
+def test_intervals_of_two_layers_have_the_documented_coverage() -> None:
     """A warp that sixteen units share is drawn, too; kernels and noise are known, so that only q of both is learnt."""
     units, size, more, spread = 16, 12, 20, 0.02
     covered = []

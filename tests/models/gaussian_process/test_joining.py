@@ -62,7 +62,7 @@ def rows(weight: Tensor, curves: Tensor, count: int, seed: int) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("latents", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_intervals_of_new_units_cover_what_they_say(latents: int) -> None:
+def test_intervals_of_new_units_have_nominal_coverage(latents: int) -> None:
     """One place of each of 40 units: counts inside are binomial. Points in place of draws cover 0.5 of 0.95."""
     gp, curves, *_ = known(latents)
     for size, level in ((3, 0.95), (8, 0.5)):

@@ -213,7 +213,7 @@ def test_a_kernel_of_gpytorch_is_enough() -> None:
         ConvolvedGP(inducing, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_parts_of_gpytorch_that_would_not_be_what_they_say_are_refused() -> None:
+def test_unsupported_gpytorch_parts_are_refused() -> None:
     inducing, likelihoods = torch.linspace(0, 1, 4, dtype=DTYPE)[:, None], gpytorch.likelihoods
     with pytest.raises(TypeError, match=r"Expected mean=True or False, but got LinearMean; .* LinearKernel"):
         ConvolvedGP(inducing, mean=gpytorch.means.LinearMean(1))

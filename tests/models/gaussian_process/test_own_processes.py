@@ -126,7 +126,7 @@ def test_a_new_unit_that_joins_is_predicted_as_if_it_had_been_there(kind: str) -
     assert torch.allclose(found.covariance_matrix[3], covariance[-NEW:, -NEW:], rtol=0, atol=CLOSE)
 
 
-def test_what_is_whose_and_priors() -> None:
+def test_units_own_tensors_and_priors() -> None:
     prior = gpytorch.priors.LogNormalPrior(-1.0, 0.5)
     for units in (True, False):
         kernel = own_kernel(UNITS if units else 0, outputscale_prior=prior)

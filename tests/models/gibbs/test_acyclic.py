@@ -177,7 +177,7 @@ def test_two_causes_and_several_spreads() -> None:
     assert float(given.score[2, 3]) == pytest.approx(math.log(sum(map(math.exp, exact)) / 2), abs=0.1)
 
 
-def test_a_site_tells_the_same_in_any_block() -> None:
+def test_messages_do_not_depend_on_blocks() -> None:
     y = [laplace(k, (20 + k, 3)) for k in range(3)]
     algorithm, start = ft.acyclic_graphs(2), graphical.start(3)
     whole = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(y)), start, rounds=1).server

@@ -72,7 +72,7 @@ def test_a_wrong_density_is_found() -> None:
     assert float((gap.mean(0) / (gap.std(0) / len(gap) ** 0.5)).abs().max()) > 10
 
 
-def test_levels_that_nobody_knows_stay_within_bounds() -> None:
+def test_undetermined_levels_stay_within_bounds() -> None:
     """Equal coefficients at all sites, which the scale zero would explain best."""
     one = torch.ones(4, 2).double()
     heard = levels.Levels(3 * one[:, 0], 0 * one, one, one)
@@ -97,7 +97,7 @@ def test_sums_of_silent_sites_are_those_of_their_scales() -> None:
     assert distance(told, torch.stack(((u * w).sum(0), u.sum(0)), 1)) < 1e-12
 
 
-def test_other_deviations_tell_no_levels() -> None:
+def test_other_deviations_have_no_levels() -> None:
     for deviation in (deviations.laplace(), deviations.normal()):
         local = sparse.regression(deviation=deviation)
         assert "levels" not in local.report(local.init(torch.zeros(1, 3).double()))

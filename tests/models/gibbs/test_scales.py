@@ -69,7 +69,7 @@ def test_draws_have_the_density_of_the_model(name: str) -> None:
         assert stats.kstest(inside, "uniform").pvalue > 1e-3
 
 
-def test_scales_that_nobody_knows_stay_finite() -> None:
+def test_undetermined_scales_stay_finite() -> None:
     """Equal coefficients at all sites, which the scale zero would explain best, and a single site."""
     components = global_priors.gaussian().components({})
     for count in (1.0, 3.0):

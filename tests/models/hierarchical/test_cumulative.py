@@ -94,7 +94,7 @@ def test_slopes_are_derivatives_also_where_thresholds_cross() -> None:
 
 
 @pytest.mark.parametrize(("levels", "tolerance"), [([1], 0.005), ([0, 2, 3], 0.02)])
-def test_what_few_rows_say_of_thresholds_has_no_bias(levels: list[int], tolerance: float) -> None:
+def test_thresholds_of_few_rows_are_unbiased(levels: list[int], tolerance: float) -> None:
     """Against fine grids; means by Laplace's method are 0.02 and 0.06 sds off, and of many clients that adds up."""
     names = ["Intercept", *difference_names(LEVELS)]
     model = cumulative(hierarchical.normal(3, random=[0], names=names), LEVELS)
@@ -239,7 +239,7 @@ def test_probabilities_of_levels(fitted: Any) -> None:
     assert np.abs(plain - p[0]).max() < 0.05
 
 
-def test_what_a_run_of_ordered_levels_tells(fitted: Any) -> None:
+def test_summary_of_ordered_levels(fitted: Any) -> None:
     assert fitted.summary().index.tolist() == ["1|2", "2|3", "3|4", "period", "sd(Intercept)"]
     assert float(ft.inference.contrasts(fitted, "3|4 - 1|2")["estimate"].iloc[0]) > 0
     given = ft.inference.adapted(fitted, ratings(1, 8, seed=9))

@@ -191,7 +191,7 @@ def test_the_order_of_coefficients_does_not_matter() -> None:
     assert torch.allclose(covariances[0][order][:, order], covariances[1], atol=1e-4)
 
 
-def test_a_fit_that_would_take_very_long_says_so_before() -> None:
+def test_long_fit_is_announced() -> None:
     x = torch.ones(200_000, 1).double().expand(-1, 12)
     model = generalised.logistic(hierarchical.normal(12, correlated=True))
     with pytest.warns(RuntimeWarning, match=r"but 200,000 rows at 4,992 nodes over 78 log variances.* let fewer coeff"):

@@ -277,7 +277,7 @@ def test_intervals_hold_the_truth_in_five_hundred_data_sets() -> None:
 
 
 @pytest.mark.parametrize(("count", "tolerance"), [(5, 0.03), (20, 0.01), (100, 0.005)])
-def test_common_nodes_correct_what_the_normal_approximation_gets_wrong(count: int, tolerance: float) -> None:
+def test_correction_improves_the_normal_approximation(count: int, tolerance: float) -> None:
     """Sds against sums over a grid of (μ, log τ), for one feature: q's are up to 16 % too small."""
     data, _ = linear_data(count, 1, 20)
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
@@ -319,7 +319,7 @@ def test_devices_from_common_nodes_are_those_of_the_posterior_itself() -> None:
     assert max(errors["common nodes"]) < max(errors["normal"]) < 0.01
 
 
-def test_a_correction_that_cannot_be_trusted_says_so() -> None:
+def test_unreliable_correction_warns() -> None:
     data, _ = linear_data(6, 2, 8)
     model = hierarchical.linear(hierarchical.normal(2), noise=NOISE)
     run = infer(model, data)
@@ -330,7 +330,7 @@ def test_a_correction_that_cannot_be_trusted_says_so() -> None:
         corrected(run)
 
 
-def test_factors_that_tell_nothing_more_have_no_correction_and_no_devices() -> None:
+def test_minimal_factors_have_no_correction_or_devices() -> None:
     data, _ = linear_data(6, 1, 8)
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
     told = Factors(model.project, model.prior, model.start, model.prepare, model.log_factor)

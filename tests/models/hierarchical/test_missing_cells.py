@@ -102,7 +102,7 @@ def test_terms_that_bend_what_is_missing_are_refused_by_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gaussian", "logistic"])
-def test_one_fit_says_what_many_imputed_ones_do(family: str) -> None:
+def test_one_fit_equals_multiple_imputation(family: str) -> None:
     """A third of x is missing where z is large, at four sites: means to 0.3 sds of Rubin's, sds to a fifth."""
     many = pandas.concat([frame(family, 400).assign(site=numpy.arange(400) % 4)])
     many["x"] = many["x"].where((many["z"] < 0.4) & (many.index % 10 > 0))

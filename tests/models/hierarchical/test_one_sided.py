@@ -119,7 +119,7 @@ def test_what_follows_a_separated_fit() -> None:
     frame = hospitals("logistic", 2, sites=3, clients=4, each=20)
     run = fitted(frame, "died ~ age + device + (1 | site)", "logistic")
     table, (message,) = summary(run)
-    assert "(separated" in message
+    assert "(all rows of a level" in message
     given = corrected(run, points=2048)
     mean, sd, _ = of_the_device(frame, table, "logistic")
     with pytest.warns(RuntimeWarning, match="depend on the prior; merge levels"):

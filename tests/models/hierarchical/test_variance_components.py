@@ -59,9 +59,7 @@ def assert_same(model: VarianceComponents, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 16])
 @pytest.mark.parametrize("nodes", [1, 8, 21])
 @pytest.mark.parametrize("pairs", [False, True])
-def test_the_program_does_what_the_reference_does(
-    size: int, nodes: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_equals_the_reference(size: int, nodes: int, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(vectors(3, nodes, size, pairs=pairs), monkeypatch)
 
 

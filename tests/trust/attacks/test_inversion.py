@@ -36,7 +36,7 @@ def sent(rows: int, steps: int, noise: float = 0.0, lr: float = 0.3) -> dict[str
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_row_alone_is_told_by_the_first_layer(steps: int) -> None:
+def test_first_layer_reveals_a_single_row(steps: int) -> None:
     """In closed form, up to the rounding of a difference of parameters."""
     change = sent(1, steps)
     found = attacks.linear_inputs(change["0.weight"], change["0.bias"])
@@ -72,7 +72,7 @@ def test_unknown_labels_are_found_with_the_rows() -> None:
             attacks.gradient_inversion(network(), {}, nn.functional.cross_entropy, shape=(1, 6), **arguments)
 
 
-def test_private_gradients_do_not_tell_the_row() -> None:
+def test_private_gradients_hide_the_row() -> None:
     """With ε = 1 what the first layer tells is noise: as far off as some other row would be."""
     noise = privacy.noise_for(epsilon=1.0, rounds=1, delta=1e-3)
     change = sent(1, 1, noise)

@@ -33,7 +33,7 @@ def test_an_overfitted_model_tells_its_rows() -> None:
 
 
 @pytest.mark.slow
-def test_a_private_model_tells_no_more_than_its_epsilon() -> None:
+def test_membership_attack_is_within_epsilon() -> None:
     """ε = 0.5 leaves an area of some per cent above one half; there are 32·40 nearly independent scores a side."""
     delta = 1e-3
     noise = privacy.noise_for(epsilon=0.5, sampling_rate=0.5, rounds=20, delta=delta)

@@ -52,7 +52,7 @@ def test_the_nearest_known_problem_is_the_node_s() -> None:
     assert int(found.nearest(known)[0]) == 0
 
 
-def test_attributes_are_told_as_far_as_models_depend_on_them() -> None:
+def test_attribute_inference_depends_on_the_model() -> None:
     """With linear dependence and noise of variance v the residual is v; a column that is constant says nothing."""
     generator = torch.Generator().manual_seed(3)
     models = torch.randn(4000, 4, generator=generator, dtype=torch.float64) * 100 + 7

@@ -140,7 +140,7 @@ def test_known_starting_weights_show_the_rows(outputs: int, steps: int) -> None:
     assert torch.allclose(found.inputs, rows, atol=1e-4)
 
 
-def test_what_is_overheard_changes_nothing() -> None:
+def test_recording_messages_changes_nothing() -> None:
     model, other = network(), network()
     heard(model)
     server, parties = other.nodes(DATA, lambda parameters: torch.optim.SGD(parameters, lr=0.1))

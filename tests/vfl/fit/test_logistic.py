@@ -61,7 +61,7 @@ def test_the_posterior_agrees_with_nuts(parties: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
-def test_parties_are_ranked(name: str) -> None:
+def test_lost_score_and_spread_rank_parties(name: str) -> None:
     """Slopes of 2, 1 and 0: by what predictions of other rows lose without a party, and by how much it moves them."""
     slopes, rows = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64), 600
     x = draw(1, rows, 3)
@@ -78,7 +78,7 @@ def test_parties_are_ranked(name: str) -> None:
     assert spread(fit, test)[0].argsort().tolist() == [1, 0, 2]
 
 
-def test_a_score_is_lost_as_if_the_party_were_left_out() -> None:
+def test_lost_score_equals_score_without_the_party() -> None:
     """Features of mean zero held at their mean are features of zeros."""
     data = logistic_data([2, 1], 12)
     data = data._replace(features=tuple(x - x.mean(0) for x in data.features))

@@ -79,7 +79,7 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_a_factorised_family_has_the_floor_of_theory() -> None:
+def test_factorised_family_has_the_theoretical_gap() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
@@ -93,7 +93,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
 
 
 @pytest.mark.slow  # which follows from the regression that the posterior is at every ρ
-def test_rho_towards_zero_is_the_true_posterior() -> None:
+def test_small_rho_gives_the_exact_posterior() -> None:
     data = gaussian_data([2, 1], 30)
     mean, covariance, _ = regression(data, SD**2)
     rho = torch.tensor([0.4, 0.2, 0.1])
@@ -128,7 +128,7 @@ def test_the_batch_is_one_problem_after_another(name: str, guide: str) -> None:
 
 @every_model
 @every_guide
-def test_parties_may_change_places(name: str, guide: str) -> None:
+def test_bound_is_invariant_to_party_order(name: str, guide: str) -> None:
     model, data = some_model(name, "bernoulli")
     family, order = GUIDES[guide](), [2, 0, 1]
     if family.joint:
@@ -385,7 +385,7 @@ def test_counts_under_large_noise(steps: int, close: float) -> None:
         assert bool(fit.converged())
 
 
-def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
+def test_factorised_family_reaches_its_gap_under_large_noise() -> None:
     """ρ = 3: it falls short of `sums` by ½[J log(1 + ρ²λ) − log(1 + Jρ²λ)] a row, λ ≈ y + ½ being what a count tells
     of its log rate: 80 nats in all, and 76 with y for λ. From draws as wide as the prior it was 400 short of that.
     """
@@ -397,7 +397,7 @@ def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
 
 
 @pytest.mark.slow
-def test_a_fit_that_is_held_up_has_not_converged() -> None:
+def test_blocked_fit_has_not_converged() -> None:
     """Draws from the prior, as of a likelihood that says nothing of its normal form: the bound goes on from afar."""
     data = counts_data([1, 1], 60)
     poisson = dataclasses.replace(likelihoods.poisson(), normal=None)
@@ -429,7 +429,7 @@ def test_the_regressions_posterior_at_noise_far_above_the_likelihoods(name: str)
         assert float(fit.bounds[-1, 0]) == pytest.approx(evidence, abs=1e-2)
 
 
-def test_adam_begins_anew_where_its_moments_block_it() -> None:
+def test_adam_restarts_blocked_coordinates() -> None:
     """One gradient of 1e8, and then those of (x − 3)²: Adam's own moments hold it up for thousands of steps."""
     ends = []
     for make in (RestartingAdam, torch.optim.Adam):

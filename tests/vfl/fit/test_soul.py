@@ -105,7 +105,7 @@ def test_the_sampler_has_the_law_of_its_recursion() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_other_likelihoods_rise(name: str) -> None:
+def test_density_increases_for_other_likelihoods(name: str) -> None:
     model, data = some_model(name, "poisson")
     found = soul(model, data, key=KEY, steps=150, step=2e-3, rate=lambda i: 0.02, chains=4, keep=2, size=2)
     batch = prepared(model, data)

@@ -89,7 +89,7 @@ def test_refusals_at_construction() -> None:
         likelihoods.categorical(1)
 
 
-def test_one_of_your_own() -> None:
+def test_custom_likelihood_fits() -> None:
     huber = dataclasses.replace(
         likelihoods.gaussian(1.0),
         log_prob=lambda y, s, shared: (

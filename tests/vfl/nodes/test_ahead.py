@@ -47,7 +47,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ["dropout", "amortised"])
-def test_without_delay_it_is_as_ever(name: str) -> None:
+def test_delay_zero_is_synchronous(name: str) -> None:
     models = [splits.CASES[name]() for _ in range(2)]
     (server, parties), (there, others) = [model.nodes(splits.data(), splits.SGD) for model in models]
     together({0: server_half(server, STEPS)} | {party.index: party_half(party, STEPS) for party in parties})
@@ -56,7 +56,7 @@ def test_without_delay_it_is_as_ever(name: str) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_the_response_with_the_parties_and_idle_ones(delay: int) -> None:
+def test_delay_with_shared_response_and_idle_parties(delay: int) -> None:
     model, data = some_model("augmented", "bernoulli")
     family = GUIDES["amortised"]()
     q = some_parameters(model, family, data)
@@ -106,7 +106,7 @@ def test_gradients_are_late_by_the_delay(delay: int) -> None:
     assert (torch.cat(coefficients(network)) - w).abs().max() < ROUNDING
 
 
-def test_nobody_is_ahead_by_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_party_is_ahead_by_more_than_the_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     """With parties that are idle, too: what is sent in iteration t has had all gradients before t − s."""
     delay, taken, ahead = 2, defaultdict[int, list[int]](list), list[int]()
     sent = defaultdict[int, set[int]](set)
@@ -157,13 +157,13 @@ def round_trips(halves: Mapping[int, Half]) -> float:
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
-def test_a_slow_line_costs_a_round_trip_in_so_many_iterations(delay: int) -> None:
+def test_latency_is_shared_by_delayed_iterations(delay: int) -> None:
     server, parties = splits.CASES["plain"]().nodes(splits.data(), splits.SGD)
     halves = {party.index: party_half(party, STEPS, delay=delay) for party in parties}
     assert round_trips({0: server_half(server, STEPS), **halves}) == len(STEPS) / (delay + 1)
 
 
-def test_it_ends_at_the_same_optimum() -> None:
+def test_delayed_training_reaches_the_same_optimum() -> None:
     """A logistic regression of the breast cancer data with weight decay, against scikit-learn's."""
     data, decay, steps = cancer(), 1.0, 120
     x, y = torch.cat(data.features, 1), data.response
@@ -192,7 +192,7 @@ def test_variational_inference_ends_at_the_posterior() -> None:
     assert ((found - mean) / covariance.diagonal().sqrt()).abs().max() < 0.1
 
 
-def test_what_cannot_run_ahead() -> None:
+def test_delay_refusals() -> None:
     model, data = some_model("power", "poisson")
     family = GUIDES["mean field"]()
     _, (party, *_) = nodes(model, family, some_parameters(model, family, data), data, True)

@@ -44,7 +44,7 @@ def weights(run: vfl.NodesRun) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["dropout", "amortised"])
-def test_without_delays_it_is_the_synchronous_one(name: str) -> None:
+def test_clock_without_delays_is_synchronous(name: str) -> None:
     models = [splits.CASES[name]() for _ in range(2)]
     runs = [vfl.NodesRun(*model.nodes(splits.data(), splits.SGD)) for model in models[:1]]
     runs.append(vfl.NodesRun(*models[1].nodes(splits.data(), splits.SGD), delays=lambda party, number: 0))
@@ -55,7 +55,7 @@ def test_without_delays_it_is_the_synchronous_one(name: str) -> None:
     assert (runs[0].bytes_up, runs[0].bytes_down) == (runs[1].bytes_up, runs[1].bytes_down)
 
 
-def test_who_is_heard_when() -> None:
+def test_clock_arrivals_by_tick() -> None:
     run = made(slow)
     heard = [round.ids.tolist() for round in run.rounds(11)]
     assert heard == [[], [], [], [0, 1], [0], [0], [0], [0], [0], [0, 1], [0]]
@@ -83,7 +83,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_least_squares_ends_where_the_pooled_one_does_however_late_a_party_is() -> None:
+def test_clocked_least_squares_reaches_the_pooled_solution() -> None:
     """Nothing is drawn, so that the stationary point is that of all columns in one place."""
     model = vfl.augmented(
         likelihoods.gaussian(1.0), [vfl.linear(w, flat_prior()) for w in WIDTHS], 1.0, intercept=False

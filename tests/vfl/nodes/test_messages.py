@@ -86,7 +86,7 @@ def test_messages_give_the_numbers_of_one_graph(name: str, guide: str, shared: b
         assert distance(found, expected) < 1e3 * ROUNDING
 
 
-def test_a_party_hears_of_the_others_alone_in_the_power_model() -> None:
+def test_power_model_messages_are_sums_over_other_parties() -> None:
     """Each hears the sum of the others' gradients, of 1 and of 2 in every row."""
     model, data = some_model("power", "bernoulli", [2, 3])
     family = GUIDES["mean field"]()
@@ -175,7 +175,7 @@ def test_with_the_response_shared_a_local_step_is_exact() -> None:
     ("augmented", "sums", False), pytest.param("augmented", "mean field", True, marks=pytest.mark.slow),
     ("power", "amortised, y seen", True),
 ])  # fmt: skip
-def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> None:
+def test_server_uses_last_values_of_idle_parties(name: str, guide: str, shared: bool) -> None:
     """Nobody is away for longer than the delay, idle ones send nothing, and the bound still rises to where it was."""
     model, data = some_model(name, "bernoulli")
     family = GUIDES[guide]()
@@ -198,7 +198,7 @@ def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> Non
     assert ((reached[1] - start) > 0.8 * (reached[0] - start)).all()
 
 
-def test_nobody_is_away_for_longer_than_the_delay() -> None:
+def test_bounded_delay_limits_idle_iterations() -> None:
     present = torch.tensor(list(itertools.islice(bounded_delay(4, 3, 0.2, KEY), 200)))
     assert present[0].all()
     runs = [max((len(list(run)) for here, run in itertools.groupby(row) if not here), default=0) for row in present.T]
@@ -263,7 +263,7 @@ def test_a_part_keeps_its_old_file_until_the_new_one_is_whole(
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([4, 2])])
-def test_values_that_are_not_finite_are_named_before_anybody_moves(rows: torch.Tensor | None) -> None:
+def test_non_finite_values_are_named_before_any_step(rows: torch.Tensor | None) -> None:
     """A bottom network that divides by a feature: the party and the row, as everybody numbers it."""
 
     class Inverse(torch.nn.Linear):

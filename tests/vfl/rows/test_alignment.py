@@ -44,7 +44,7 @@ def aligned(lists: dict[str, list[str]], required: list[str]) -> dict[str, list[
     return {name: [None if row < 0 else lists[name][row] for row in rows[name].tolist()] for name in lists}
 
 
-def test_the_common_order_does_not_tell_that_of_the_leader_s_table() -> None:
+def test_common_order_hides_the_leaders_order() -> None:
     """A table that is sorted by the label has another order, and a row that a member lacks is at any place."""
     names = [f"p{i:02}" for i in range(30)]
     by_label = names[1::2] + names[::2]
@@ -97,7 +97,7 @@ def test_only_bytes_pass_between_threads_that_share_nothing_else() -> None:
         assert torch.equal(found[name], rows)
 
 
-def test_points_say_nothing_without_the_secret() -> None:
+def test_blinded_points_do_not_identify_rows() -> None:
     """Two holders' points of the same identifiers differ, and a holder's order is not that of its rows."""
     many = [str(i) for i in range(30)]
     first, second = Holder(many, "a"), Holder(many, "b")
@@ -129,7 +129,7 @@ def test_lists_that_cannot_be_aligned(lists: dict[str, list[str]], message: str)
         intersect(lists, "a")
 
 
-def test_what_is_refused() -> None:
+def test_alignment_refusals() -> None:
     with pytest.raises(TypeError, match="Expected strings as identifiers of 'a', but got int in row 1"):
         Holder(["x", 3], "a")  # type: ignore[list-item]
     with pytest.raises(ValueError, match="Expected required members among"):
@@ -153,7 +153,7 @@ def test_what_is_refused() -> None:
     assert torch.equal(decode(encode(Send("a", off, rows=True)), expected, "b").x, off.x)
 
 
-def test_what_a_sender_claims_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claimed_sizes_allocate_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten million rows announced by a payload of none: refused before there is any room for them."""
     made: list[torch.Size] = []
     empty = torch.empty
@@ -164,7 +164,7 @@ def test_what_a_sender_claims_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -
     assert all(leaf.is_meta for leaf in made if leaf.numel() > 1000)
 
 
-def test_points_come_once_and_not_without_end() -> None:
+def test_repeated_and_excess_points_are_refused() -> None:
     leader, member = Holder(["x", "y"], "leader"), Holder(["x", "y", "z"], "b", most=5)
     theirs, sent = member.own_points(), leader.own_points()
     returned = member.blind(sent)
@@ -177,7 +177,7 @@ def test_points_come_once_and_not_without_end() -> None:
         member.blind(sent)
 
 
-def test_guesses_are_counted_over_alignments_and_days(tmp_path: Path) -> None:
+def test_daily_limit_counts_across_alignments(tmp_path: Path) -> None:
     """A list of guesses costs what it is long, whoever asks, and however often the member begins anew."""
     now = [1e9]
     allowed = lambda: DailyLimit(tmp_path / "guesses.json", 4, lambda: now[0])
@@ -208,7 +208,7 @@ def test_lists_that_are_too_long_are_refused_unread() -> None:
         decode(encode(Send("b", Holder(["x", "y", "z"], "leader").own_points(), rows=True)), asked, "leader")
 
 
-def test_parties_that_were_told_the_same_rows_have_one_digest() -> None:
+def test_digest_is_equal_for_the_same_rows() -> None:
     """Whatever their own orders; not where the leader tells one of them others, nor where a party lacks a row."""
     lists = {"leader": list("hgfedcba"), "b": list("abcdefx"), "c": list("yhgfedcb")}
     holders = {name: Holder(rows, name) for name, rows in lists.items()}

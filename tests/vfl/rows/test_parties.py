@@ -123,7 +123,7 @@ CLASSES = torch.arange(N) % 4
     (torch.where(torch.arange(N) == 4, 1 - LABEL, LABEL), LABEL, False),
     (NOISE[:4], torch.tensor([0, 0, 1, 1]).double(), False),  # too few rows to tell
 ])  # fmt: skip
-def test_what_determines_a_label(feature: torch.Tensor, response: torch.Tensor, leaks: bool) -> None:
+def test_label_leakage_detection(feature: torch.Tensor, response: torch.Tensor, leaks: bool) -> None:
     assert determines(feature, response) == leaks
 
 
@@ -153,7 +153,7 @@ def test_rows_that_do_not_fit_are_refused_when_data_are_made(change: dict[str, A
         VerticalData(**{**good, **change})
 
 
-def test_a_party_and_its_rows_on_a_line_say_nothing_of_them() -> None:
+def test_repr_contains_no_rows() -> None:
     """What a log may have: identifiers, features and labels are in no repr, also of what holds several parties."""
     values = torch.tensor([[41.5], [42.5]], dtype=torch.float64)
     clinic = Party("clinic", ["ann", "bob"], values, ["age"])

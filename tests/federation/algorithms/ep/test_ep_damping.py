@@ -40,7 +40,7 @@ def test_two_good_rounds_make_up_for_a_halving_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("trouble", [{"proper": False}, {"improper": 0.1}])
-def test_trouble_halves_and_turns_everybody_back_once(trouble: dict[str, Any]) -> None:
+def test_failure_halves_damping_and_steps_back_once(trouble: dict[str, Any]) -> None:
     now, moved = round_of(pace(), **trouble)
     assert bool(now.back)
     assert (float(now.damping), float(moved.damping)) == (0.25, 0.5)
@@ -52,7 +52,7 @@ def test_trouble_halves_and_turns_everybody_back_once(trouble: dict[str, Any]) -
     assert int(again.good) == int(now.good)
 
 
-def test_everybody_goes_back_until_q_is_a_density() -> None:
+def test_sites_step_back_until_q_is_a_density() -> None:
     now, _ = round_of(pace(back=True), proper=False)
     assert bool(now.back)
     assert not bool(round_of(now, proper=True)[0].back)

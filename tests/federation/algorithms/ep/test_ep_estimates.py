@@ -111,7 +111,7 @@ def test_nodes_of_a_correction_know_all_covariances(size: int, points: int) -> N
     assert float(error) < 2 * float(weights.square().sum().sqrt())
 
 
-def test_one_row_a_client_is_told_in_place_of_more_rounds() -> None:
+def test_one_row_per_client_is_named_as_the_cause() -> None:
     """Of N(0, τ² + σ²) only the sum is known, and steps wander along it: no number of rounds ends them."""
     generator = np.random.default_rng(101)
     x = generator.normal(size=60)
@@ -123,7 +123,7 @@ def test_one_row_a_client_is_told_in_place_of_more_rounds() -> None:
         run.summary()
 
 
-def test_rows_that_say_nothing_of_a_coefficient_leave_it_and_all_others_alone() -> None:
+def test_uninformative_rows_leave_coefficients_unchanged() -> None:
     """Rules of few nodes over six coefficients seem to widen what a client's rows leave as it was."""
     generator = np.random.default_rng(0)
     frame = pd.DataFrame({"d": generator.choice(["d0", "d1"], 400), "e": generator.choice(["e0", "e1", "e2"], 400)})

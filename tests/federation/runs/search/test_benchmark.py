@@ -109,7 +109,7 @@ def test_what_it_prints_is_its_table() -> None:
         ({"metrics": {"row": lambda output, y: {"a": y}}}, TypeError, "metrics of one number each, but got 'row'"),
     ],
 )
-def test_what_is_wrong_is_said(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_settings(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compared(**change)
 

@@ -47,7 +47,7 @@ def test_a_grid_costs_what_all_its_rounds_cost() -> None:
     assert set(found.table["epsilon of the search"]) == {found.epsilon}
 
 
-def test_a_search_beyond_its_budget_is_refused_before_anything_is_told() -> None:
+def test_search_beyond_budget_is_refused_before_any_release() -> None:
     spent: list[ft.Algorithm] = []
 
     def made(clip: float) -> ft.Algorithm:

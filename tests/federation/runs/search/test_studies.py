@@ -237,7 +237,7 @@ def test_optuna_prunes_by_asynchronous_halving() -> None:
     assert again.table.equals(result.table)
 
 
-def test_a_study_of_ones_own_is_asked_and_told() -> None:
+def test_custom_study_is_used() -> None:
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=1), pruner=optuna.pruners.NopPruner())
     result = searched({**LOG, "mu": [0.0, 0.1]}, search=study, trials=4, rounds=3)
     assert result.rounds == (3, 3, 3, 3)
@@ -287,7 +287,7 @@ def test_studies_that_cannot_be() -> None:
     assert [trial.state.name for trial in study.trials] == ["FAIL"]
 
 
-def test_without_optuna_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optuna_names_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'fedtorch\[tune\]'"):
         searched(LOG, search="tpe")

@@ -175,7 +175,7 @@ def test_there_is_no_best_of_settings_that_all_diverge() -> None:
         _ = result.best
 
 
-def test_the_table_is_sorted_and_tells_the_spread_over_clients() -> None:
+def test_table_is_sorted_with_spread_over_clients() -> None:
     result = searched(prox, {"lr": [0.001, 0.03, 0.1], "mu": [0.0, 1.0]}, rounds=2)
     table = result.table
     assert table["mean over clients"].is_monotonic_increasing

@@ -118,7 +118,7 @@ def test_full_batches_of_a_module_that_draws_nothing_need_no_keys(counts):
     assert asked == [0]  # made once
 
 
-def test_what_a_step_does_to_its_rows_is_not_seen_by_the_next_one():
+def test_steps_do_not_see_changes_of_rows():
     data, weight = block((12, 9)), torch.ones(2, requires_grad=True)
     for batch in Batches(data.batch, data.count, 3, 1, None, keys(2)):
         rows = batch.rows["b"]

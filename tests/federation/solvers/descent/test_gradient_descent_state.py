@@ -146,7 +146,7 @@ def test_schedules_over_all_rounds(form, reset):
 
 
 @pytest.mark.parametrize("form", ["one_cycle", "max_epochs"])
-def test_what_a_module_asks_of_all_rounds_has_to_be_told(form):
+def test_module_needs_rounds_argument(form):
     with pytest.raises(RuntimeError, match=r"Expected rounds=.*gradient_descent\(\.\.\., rounds=50\).*'trainer\."):
         gradient_descent(lit(FORMS[form]), epochs=1)
 

@@ -36,7 +36,7 @@ def solver(noise: float = NOISE, seed: int = 0, **settings) -> partial:
     )
 
 
-def test_a_right_mechanism_tells_half_of_its_epsilon_and_no_more_than_it_claims() -> None:
+def test_audit_of_a_correct_mechanism() -> None:
     found = privacy.audit(solver(seed=2))
     assert found.runs == 100_000
     assert 0.5 <= found.epsilon <= 1.0
@@ -54,7 +54,7 @@ def test_a_clip_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_sampling_and_steps_tell_no_more_than_their_account() -> None:
+def test_audit_is_below_the_accounted_epsilon() -> None:
     noise = privacy.noise_for(epsilon=1.0, sampling_rate=0.3, rounds=8, delta=DELTA)
     right = privacy.audit(solver(noise, seed=4, sampling_rate=0.3, steps=4), rounds=2, runs=40_000)
     assert 0.1 < right.epsilon <= 1.0
@@ -142,7 +142,7 @@ def told_by_nodes(noise: float, seed: int, pairs: int = 25_000) -> tuple[Tensor,
 
 @pytest.mark.parametrize("broken", ["", "noise", pytest.param("clip", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_what_nodes_tell_in_two_rounds_is_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_of_two_rounds_of_nodes(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ε = 1 of both rounds together."""
     noise = privacy.gaussian_noise(1.0, DELTA, rounds=2)
     if broken == "clip":
@@ -189,7 +189,7 @@ def test_intervals_are_those_of_clopper_and_pearson() -> None:
         assert clopper_pearson(count, trials, 0.975) == pytest.approx((exact.low, exact.high))
 
 
-def test_bounds_hold_as_often_as_they_say() -> None:
+def test_audit_bounds_have_nominal_confidence() -> None:
     """Two hundred audits of randomised response, whose ε is known; more than 18 misses happen once in a thousand."""
     epsilon = math.log(3)
     generator = torch.Generator().manual_seed(0)

@@ -51,7 +51,7 @@ def test_a_ledger_knows_how_likely_batches_were_cut(tmp_path: Path) -> None:
     assert again.epsilon > spent({release._replace(excess=0.0): 7}, 1e-5, 20_000)
 
 
-def test_a_seed_guarantees_nothing_and_the_ledger_says_so(tmp_path: Path) -> None:
+def test_ledger_marks_seeded_noise(tmp_path: Path) -> None:
     ft.run(private(tmp_path / "seeded", entropy=privacy.from_seed(0)), ft.InProcess(DATA), rounds=1)
     assert lines(tmp_path / "seeded")[0]["entropy"].startswith("no guarantee")
     with pytest.raises(ValueError, match="expected entropy"):

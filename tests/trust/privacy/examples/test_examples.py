@@ -293,7 +293,7 @@ def test_two_solutions_in_a_round_are_not_one() -> None:
         ft.run(ft.ditto(private(), 0.5), ft.InProcess(DATA), rounds=1)
 
 
-def test_losses_are_told_in_simulations_only() -> None:
+def test_losses_are_reported_in_simulations_only() -> None:
     data = linear_clients([90], outputs=2)
     make = lambda seed: ft.run(
         ft.fedavg(private(seed=seed, sampling_rate=0.99, steps=1)), ft.InProcess(data), rounds=1

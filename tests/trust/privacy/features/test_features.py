@@ -15,7 +15,7 @@ from fedtorch.trust.privacy.features.features import reconstruction_error
 GENERATOR = torch.Generator().manual_seed(0)
 
 
-def test_projected_features_do_not_tell_the_attribute() -> None:
+def test_projected_features_hide_the_attribute() -> None:
     x = torch.randn(500, 4, generator=GENERATOR, dtype=torch.float64) @ torch.randn(4, 4, generator=GENERATOR).double()
     s = x @ torch.tensor([1.0, -2.0, 0.0, 0.5]).double() + torch.randn(500, generator=GENERATOR).double() + 7
     projection = privacy.private_projection(x, s)

@@ -273,7 +273,7 @@ def test_a_cohort_of_fixed_size_is_not_amplified() -> None:
     assert run.history["epsilon"].iloc[-1] == pytest.approx(privacy.epsilon(noise=1.0, rounds=2, delta=DELTA))
 
 
-def test_noise_comes_from_the_system_unless_told() -> None:
+def test_noise_is_system_entropy_by_default() -> None:
     one, two = step(private(seed=None), seed=1), step(private(seed=None), seed=1)
     assert distance(one, two) > 1e-3
     assert distance(step(private(seed=2), seed=1), step(private(seed=2), seed=1)) == 0

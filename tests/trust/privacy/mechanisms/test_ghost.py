@@ -221,7 +221,7 @@ def test_ghost_norms_train_as_the_examples_own_gradients_do(name: str, caplog: p
     assert all("depends on layer." in each or name == "other shapes later" for each in said)
 
 
-def test_what_else_is_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_layers_are_named(caplog: pytest.LogCaptureFixture) -> None:
     loss = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
     private(nn.Sequential(double(3, 2), nn.LayerNorm(2, dtype=torch.float64)), True, **loss)
     assert [record.message for record in caplog.records] == [

@@ -96,7 +96,7 @@ def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
         ({"noise": 0.0}, "noise"),
     ],
 )
-def test_what_cannot_be_private_here(settings: dict, expected: str) -> None:
+def test_refused_local_privacy(settings: dict, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         private(**settings)
     with pytest.raises(ValueError, match="below one over the 5 clients"):

@@ -42,7 +42,7 @@ def test_without_clipping_and_noise_it_is_the_algorithm(cohort: int | None) -> N
     assert distance(plain.tensors(), noised.tensors()) < 1e-4  # noise of 1e-6
 
 
-def test_neighbours_hear_what_was_last_told_whoever_answers_in_any_blocks() -> None:
+def test_neighbours_receive_last_released_values() -> None:
     """The total stays what the exchange makes of the noised values: a lost message is told in the next one's place."""
     for chunk in (None, 1, 2):
         silent = ft.Faults(after=lambda keys, ids: ids == 3)

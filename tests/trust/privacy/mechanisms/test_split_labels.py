@@ -47,7 +47,7 @@ def private(clip: float = 1.0, noise: float = 1.0, **settings: Any) -> PrivateLa
     return privacy.noised_gradients(clip, noise, **{"delta": 1e-5, "entropy": privacy.from_seed(0), **settings})
 
 
-def test_what_one_label_can_change() -> None:
+def test_sensitivity_to_one_label() -> None:
     """Gradients of norm up to C, all elements of the batch together, so 2C; those within stay as they are."""
     gradient = torch.randn(2, 3, 2, 400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gradient[..., 0] *= 1e-3
@@ -77,7 +77,7 @@ def test_training_goes_on_with_private_labels() -> None:
     assert scores[1] > 0.5 * (scores[0] + scores[2])
 
 
-def test_all_parties_hear_the_same_numbers() -> None:
+def test_all_parties_receive_the_same_gradients() -> None:
     """Otherwise two of them would know more than one."""
     data = logistic_data([3, 2], 50)
     model = network()

@@ -182,7 +182,7 @@ def test_hm1_is_that_of_clipped_rows_at_the_price_of_one_release() -> None:
     assert run.history["epsilon"].tolist() == pytest.approx([privacy.epsilon(noise=2.0, delta=DELTA)] * 15)
 
 
-def test_hm1_hears_nothing_but_what_was_released() -> None:
+def test_hm1_receives_released_sums_only() -> None:
     """Rows that differ and have the same noised sums to the bit cannot be told apart: here, those beyond the clip."""
     rows = [(x.clone(), y.clone()) for x, y in WIDE]
     rows[1][0][4] *= 5 / rows[1][0][4].norm()
@@ -196,7 +196,7 @@ def test_hm1_hears_nothing_but_what_was_released() -> None:
     assert distance(one.server.parameters, two.server.parameters) < 1e-9
 
 
-def test_hm1_refuses_solvers_that_protect_less_than_it_tells() -> None:
+def test_hm1_refuses_insufficient_protection() -> None:
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     local = privacy.example_level(
         head(), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=DELTA, loss=nn.functional.mse_loss, optimizer=sgd
