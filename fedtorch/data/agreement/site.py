@@ -86,6 +86,30 @@ class Answers:
 
     def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return histograms and levels of the columns of a formula."""
+        text, numbers, factors = self._asked(question)
+        minimum, declared = question["minimum"], question["declared"]
+        return {
+            "text": [column for column in text if column not in declared],
+            "objects": [column for column in factors if self._cells.objects(column)],
+            "histograms": {column: self._histogram(column, minimum) for column in numbers},
+            "levels": {column: self._levels(column, minimum) for column in factors},
+        }
+
+    def told(self, question: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the columns of which `describe` tells histograms or levels.
+
+        Raises:
+            Refused: it tells none, for the same reasons.
+        """
+        _, numbers, factors = self._asked(question)
+        return (*numbers, *factors)
+
+    def _asked(self, question: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+        """Return (the formula's columns of text, those of which histograms are asked for, those of which levels are).
+
+        Raises:
+            Refused: the formula or the minimum is outside the site's limits, or a column is not as the formula has it.
+        """
         formula = self._formula(_checked(question, "formula", str))
         minimum = _checked(question, "minimum", int)
         declared, also = (_texts(question, name) for name in ("declared", "also"))
@@ -100,14 +124,8 @@ class Answers:
         asked = dict.fromkeys([*described(formula, needs, also), *spread(needs), *offsets])
         for quantity in asked:
             self._values(quantity)
-        undeclared = [column for column in needs.levels if column not in declared]
-        columns = dict.fromkeys(quantity.column for quantity in asked)
-        return {
-            "text": [column for column in text if column not in declared],
-            "objects": [column for column in needs.levels if column not in declared and self._cells.objects(column)],
-            "histograms": {column: self._histogram(column, minimum) for column in columns},
-            "levels": {column: self._levels(column, minimum) for column in undeclared},
-        }
+        numbers = list(dict.fromkeys(quantity.column for quantity in asked))
+        return text, numbers, [column for column in needs.levels if column not in declared]
 
     def make(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Accept a design, and return how many rows the site has for it."""

@@ -195,7 +195,8 @@ class Site:
     ) -> None:
         self.folder, self._identity = folder, identity
         self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
-        self._frame = SiteFrame(self._in_order(configuration), folder, self._in_order)
+        self._past = PastSums(folder, configuration.policy.remember_sums)
+        self._frame = SiteFrame(self._in_order(configuration), folder, self._in_order, self._past)
         self.configuration = self._frame.configuration
         self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
@@ -204,7 +205,6 @@ class Site:
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
-        self._past = PastSums(folder, configuration.policy.remember_sums)
         self._session: SiteSession | None = None
         self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
         self._why: str | None = None  # the last run was refused, None if none was begun

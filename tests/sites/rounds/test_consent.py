@@ -24,7 +24,7 @@ from fedtorch.models import hierarchical
 from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, agree, masked, sealed
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import identity
-from fedtorch.sites.rounds import _consent as consent, frames as frames, sites as meeting
+from fedtorch.sites.rounds import _consent as consent, frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.site import Site
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
@@ -60,6 +60,7 @@ class Sites:
         self.threads = {}
         for name, configuration in brought.items():
             own = identity.make_site(folder, name)
+            past_sums.begin(folder / name)
             more = {"record": AuditRecord(self.records[name], own), "ask": self.people[name]}
             self.threads[name] = Thread(self.host, name, configuration, folder / name, own, **more)
         for thread in self.threads.values():
