@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedtorch.sites.rounds.status import Status
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
 
 
@@ -52,8 +54,9 @@ class Remote:
         roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
             other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
-        checkpoint: the run's file, beside which its status is written for `fedtorch status`. `finish` saves it before
-            sites hear that the run is over; a server that is started again with it then waits for none of them.
+        checkpoint: the run's file, beside which its status is written for `fedtorch status`; without one there is no
+            status. `finish` saves it before sites hear that the run is over; a server that is started again with it
+            then waits for none of them.
         record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
@@ -121,6 +124,8 @@ class Remote:
         met: dict[str, Any] = {"state": "waiting for sites", "rounds": 0, "of": None, "left": None, "privacy": {}}
         status = Status(checkpoint, lambda: {**met, "sites": asked.described()})
         asked.on_look = status.write
+        if checkpoint is None:
+            _LOG.info("no status of this run is written, for `fedtorch status`; name its file, ft.Remote(checkpoint=)")
         if bring is None:
             asked.meet(timeout)
         else:

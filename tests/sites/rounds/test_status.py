@@ -141,7 +141,16 @@ def test_it_is_written_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["run.status.json"]
 
 
-def test_without_a_file_it_is_said_who_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_it_is_said_who_writes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fedtorch.sites")
+    made = Server(tmp_path)
+    made.remote()
+    assert "no status of this run" not in caplog.text
+    Remote(Loopback(offers(DATA, private), None), NAMES, "it")
+    assert "no status of this run is written, for `fedtorch status`; name its file" in caplog.text
+    status.found(made.file)[0].unlink()
     (tmp_path / "run.safetensors.json").write_text(json.dumps({}))
     assert cli.main(["status", str(tmp_path)]) == 1
-    assert "but got none; a server writes it beside the checkpoint" in capsys.readouterr().err
+    assert "checkpoint=FILE), and without one it writes none" in capsys.readouterr().err
