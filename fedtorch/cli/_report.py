@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     report.add_argument("folder", metavar="DIR", type=Path, help="with what ft.report leaves, or a checkpoint")
     status = commands.add_parser("status", help="say how far a run over sites is, and which of them are late")
     status.set_defaults(run=_say)
-    status.add_argument("folder", metavar="DIR", type=Path, help="of the checkpoint that ft.Remote(checkpoint=) names on the server, or it")
+    status.add_argument("folder", metavar="DIR", type=Path, help="of the server's ft.Remote(checkpoint=), or that file")
     status.add_argument("--watch", action="store_true", help="say it every two seconds, until the run is over")
     report.add_argument("--out", metavar="FILE", type=Path, help="where the page goes; default: report.html in DIR")
 
