@@ -48,7 +48,7 @@ _BEGIN = "`fedtorch states DIR --begin-sums`"
 
 
 def begin(folder: Path | str) -> None:
-    """Create the memory of a site that has taken part in no sum under masks.
+    """Create the memory of a site that has taken part in no sum under masks and no agreement.
 
     Args:
         folder: of the site's states.

@@ -49,7 +49,7 @@ class Policy(NamedTuple):
         rounds: how many are answered over all runs, with scores and questions after a fit; None for any number.
         epsilon: the most that one ledger may count in all, by noise that is added at the site.
         honest: clients of a sum under masks, its own among them, whose noise the site counts on together.
-        remember_sums: whether sums are remembered in the folder of states; else only while the process runs.
+        remember_sums: whether sums and agreements are remembered in the folder of states; else while the process runs.
         carry: how messages must be carried, which the server must want too; or by the algorithm's name.
         minimum: the rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
         columns: those that formulas may read, and None for all; the columns of clients and persons are never read.
