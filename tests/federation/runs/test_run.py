@@ -308,6 +308,6 @@ def test_means_of_many_blocks_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("begin", [ft.Run, ft.Federation])
-def test_a_function_that_makes_an_algorithm_is_none(begin: Callable[[object, ft.Population], object]) -> None:
+def test_a_function_that_makes_an_algorithm_is_none(begin: Callable[[object, ft.InProcess], object]) -> None:
     with pytest.raises(TypeError, match="Expected an algorithm, but got function; make one with"):
         begin(ft.fedavg, ft.InProcess(linear_clients(SIZES)))
