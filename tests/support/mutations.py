@@ -53,7 +53,7 @@ CORE = {  # and the tests near, besides the examples in the file itself
     "sites/rounds/policy.py": "sites/rounds/test_private.py sites/rounds/test_minimum.py sites/rounds/test_faults.py",
     "sites/rounds/past_sums.py": "sites/rounds/test_past_sums.py sites/rounds/test_minimum.py",
     "federation/algorithms/ep/estimates.py": "federation/algorithms/test_maximum_likelihood.py",
-    "federation/algorithms/ep/hierarchical.py": "federation/algorithms/ep",
+    "federation/algorithms/ep/hierarchical.py": "federation/algorithms/ep inference",
     "federation/populations/in_process.py": "federation/populations",
     "federation/solvers/descent.py": "federation/solvers/descent",
     "federation/solvers/linear_steps.py": "federation/solvers/test_linear_steps.py",
