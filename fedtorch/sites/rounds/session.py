@@ -236,6 +236,7 @@ class SiteSession:
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self._silent = self._few and self._sends_nothing(inboxes, turn)
+        self.watch.count()  # also what is refused then, which may tell whose rows are whose
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
         drawing = turn.with_key(lambda: self._key_of_round(turn, inboxes, lost))
@@ -498,6 +499,7 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
+        self.watch.count()
         validation, additive = self.configuration.validation, self.algorithm.exchange.additive
         known = (self.watch.policy, validation.counts, validation.names, self.first)
         rows = Behind(*known, rows="validation rows")
@@ -508,7 +510,6 @@ class SiteSession:
         if few and additive:
             one_of(inboxes.inbox)
             one_of(self.clients.algorithm.model(inboxes.inbox, self.clients.table.read(inboxes.ids)), "have one model")
-        self.watch.count()
         made = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         every = after_fit.by_client(self.clients, inboxes, validation.select(inboxes.ids - self.first), made)
         every = in_one(every) if few and additive else every

@@ -544,6 +544,31 @@ def test_a_person_in_two_clients_counts_once_in_their_sum() -> None:
     assert Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4).is_enough(torch.tensor([4, 5]))
 
 
+def test_cohorts_that_are_refused_tell_which_visits_are_of_one_patient_and_count_as_rounds() -> None:
+    """Of twelve visits the last two are of one patient: two others left out leave nine patients."""
+    visits = pandas.concat([wards()[:11], wards()[10:11]]).assign(ward=[f"v{k}" for k in range(12)])
+    visits["patient"] = [*range(11), 10]
+    make = lambda design: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)))
+
+    def said(rounds: int | None) -> list[str]:
+        policy = Policy(person="patient", rounds=rounds)
+        host = Loopback({"a": SiteConfiguration.of_frame(visits, "ward", {"it": make}, policy=policy)}, None)
+        agree(host, ["a"], "score ~ age + (1 | ward)", client="ward", scales={"age": (50, 10), "score": (0, 1)})
+        start, remote = torch.zeros(1, 2, dtype=torch.float64), Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+        run, answers = ft.Run(make(None), remote, {"weight": start}), list[str]()
+        for first in range(12):
+            try:
+                asked_of(run, sorted({*range(12)} - {first, (first + 1) % 12}))
+                answers.append("a sum")
+            except RuntimeError as error:
+                answers.append(str(error))
+        return answers
+
+    enough = ["sums of at least 10 persons" not in each for each in said(None)]
+    assert [k for k in range(12) if enough[k] and enough[k - 1]] == [10, 11]
+    assert ["does not answer more" in each for each in said(3)] == [False] * 3 + [True] * 9
+
+
 def test_a_level_of_one_patient_is_told_to_no_server_where_persons_count() -> None:
     visits = pandas.concat([wards()[:1].assign(sex="x")] * 12 + [wards()], ignore_index=True)
     visits["patient"] = [0] * 12 + list(range(1, 61))
