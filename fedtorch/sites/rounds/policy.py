@@ -40,7 +40,7 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits on what a site answers. Every round that is asked of it counts, also one that it, or the server, then drops.
+    """Limits on what a site answers. Every round that is asked of it counts, also one that it refuses.
 
     With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
     compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
