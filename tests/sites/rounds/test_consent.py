@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from test_conformance import ALGORITHMS, POOLED, STARTS, population
 
 import fedtorch as ft
 from fedtorch.chained_log import digest
-from fedtorch.cli import _sites as command
+from fedtorch.cli import _sites as command, _terminal as terminal
 from fedtorch.learns import as_frame
 from fedtorch.models import hierarchical
 from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, agree, masked, sealed
@@ -227,6 +229,16 @@ def test_the_command_waits_for_yes_or_no(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr("builtins.input", end)
     assert not command._say_yes("Run 7f")
+
+
+def test_no_line_of_a_server_hides_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one by which a terminal shows nothing that follows."""
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr("sys.stderr", stream)
+    terminal.log()
+    Site(offers(DATA, fedavg, sites=1)["a"]).answer(frames.encode("wait", reason="no\x1b[8m\r\n"))
+    assert "no\\u001b[8m\\u000d\n" in stream.getvalue()
 
 
 def test_without_a_person_nothing_is_shown() -> None:
