@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append([*line, cover, "" if known is None else f"{known.figure:.3f} ({known.sd:.3f})"])
     columns = ["", "MSE", "sd", "worst", "99 % intervals cover", "published MSE (sd)"]
     common.show(f"Unit 1's lost half, {options.seeds} seeds, {rounds} rounds", columns, lines)
-    sys.stderr.write("\n" + "".join(f"{name:<11}{why}\n" for name, why in WHY.items()))
+    sys.stderr.write("\n" + "".join(f"{name:<{max(map(len, WHY))}}  {why}\n" for name, why in WHY.items()))
     common.finish("fedmgp.extrapolation", rows, options, lambda: {"fedmgp_extrapolation": draw(0, first)})
 
 

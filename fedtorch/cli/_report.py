@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedtorch.cli._terminal import printable
+
 _EVERY = 2.0  # seconds between two states that are printed
 
 
@@ -36,7 +38,7 @@ def _say(options: argparse.Namespace) -> None:
     from fedtorch.sites.rounds import status
 
     while True:
-        said = [status.in_words(path) for path in status.found(options.folder)]
+        said = [printable(status.in_words(path)) for path in status.found(options.folder)]
         print("\n".join(said), flush=True)
         if not options.watch or all(": over, " in each for each in said):
             return

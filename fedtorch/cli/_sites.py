@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtorch.cli._launch import THREADS
+from fedtorch.cli._terminal import log
 
 
 def add(commands: Any) -> None:
@@ -214,7 +215,7 @@ def _run_half(options: argparse.Namespace) -> None:
     from fedtorch.sites.identity import identity
     from fedtorch.sites.vertical.remote import over_link, read_half
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    log()
     me = identity.read(options.identity)
     _begin(options, me)
     dial = partial(transport.connect, options.address, me)
@@ -243,7 +244,7 @@ def _take_part(options: argparse.Namespace) -> None:
     from fedtorch.sites.identity import identity
     from fedtorch.sites.rounds.configuration import read_configuration
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    log()
     me, configuration = identity.read(options.identity), read_configuration(options.data)
     _begin(options, me)
     dial = partial(transport.connect, options.address, me)

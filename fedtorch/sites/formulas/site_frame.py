@@ -60,7 +60,10 @@ class SiteFrame:
             if self._path is not None and self._path.exists():
                 kept = files.read_json(self._path)
                 self._masks = kept.get("masks", False)
-                self._make(Design.from_json(kept["design"]))
+                try:
+                    self._make(Design.from_json(kept["design"]))
+                except Refused as error:  # such as where it does something else with missing cells now
+                    _LOG.warning("no rows by the design that sites have agreed on: %s", error)
 
     def answer(self, frame: Frame) -> bytes:
         """Answer a question about the frame; once a design has come, make rows by it.
@@ -113,7 +116,10 @@ class SiteFrame:
         return answer
 
     def _make(self, design: Design) -> None:
-        self.configuration = self._with_rows(design)
+        assert self._answers is not None
+        made = self._with_rows(design)
+        self._answers.leave_out(design.reads if self._whole.missing == "drop" else ())
+        self.configuration = made
 
     def _with_rows(self, design: Design) -> SiteConfiguration:
         table, missing = self._whole.frame, self._whole.missing

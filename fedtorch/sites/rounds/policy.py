@@ -40,7 +40,7 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits on what a site answers. Every round that it begins to answer counts, also one that the server then drops.
+    """Limits on what a site answers. Every round that is asked of it counts, also one that it refuses.
 
     With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
     compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
@@ -181,9 +181,8 @@ class Watch:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
-        """Count a round, before anything of it is computed, or refuses it."""
+        """Spend the budget of a round, before anything of it is computed, or refuse it."""
         budget, policy = algorithm.budget, self.policy
-        self.count()
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")

@@ -141,9 +141,9 @@ class Remote:
         if len(set(self.names)) != len(self.names):
             twice = {name for name, count in Counter(self.names).items() if count > 1}
             of = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
-            why = f"Expected clients of different names, but {of} have {sorted(twice)} in common; rename them"
-            asked.turn_away(of, why)
-            raise ValueError(why)
+            why = f"Expected clients of different names, but {of} have {{}} in common; rename them"
+            asked.turn_away(of, why.format("some (the server knows which)"))  # nor does a site hear of others' clients
+            raise ValueError(why.format(sorted(twice)))
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
             raise ValueError(f"Expected rows= like those of the sites, {brings[0].schema}, but got others")

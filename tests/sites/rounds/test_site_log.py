@@ -37,7 +37,7 @@ def test_a_site_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeypatch:
     sites.finish(run)
     site.join(WAIT)
     begun, number = "connected, with 6 clients and 33 rows; waiting for a run", run.clients.run[:8]
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("fedtorch.sites")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("_site_log")]
     assert said.pop(0).startswith("Policy(minimum=1) lets messages leave that are of 3 rows alone")
     assert said[:2] == [begun, f"run {number} has begun: it(mu=0.5) with clients 0 to 5 of 6"]
     assert said[2].startswith(f"round 1 of run {number}: answered within 0.00 s, 1 answers so far")

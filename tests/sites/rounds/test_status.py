@@ -141,6 +141,15 @@ def test_it_is_written_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["run.status.json"]
 
 
+def test_what_a_site_says_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trouble = status.Trouble(other=1, why="no\x1b[1A", at="2026-11-30T14:01:40Z")
+    said = {"state": "running", "rounds": 1, "of": 2, "left": None, "privacy": {}}
+    sites = {"a": {"is": "connected", **trouble._asdict()}}
+    status.Status(tmp_path / "run.safetensors", lambda: {**said, "sites": sites}).write()
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "no\\u001b[1A" in capsys.readouterr().out
+
+
 def test_without_a_file_it_is_said_who_writes_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,8 +136,7 @@ def client_level(
 
     Returns:
         A wrapper for runs without `cohort=`, because the accountant has to know how clients are drawn. All algorithms
-            that
-        it wraps spend from one ledger.
+        that it wraps spend from one ledger.
 
     Raises:
         ValueError: clip, noise, δ, rate, size or budget out of range. In wrapping: an algorithm whose totals do not
