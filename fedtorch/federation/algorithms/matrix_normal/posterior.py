@@ -191,7 +191,9 @@ def _tell_average(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str
 
 def _room(form: Form) -> tuple[Sums, DevicePosterior, Averaged]:
     """Return the shapes of a site's answers to a question of this form."""
-    size, rank = form.algorithm.module.coefficients.numel(), form.sent["factor"].shape[1]
+    head = form.algorithm.module
+    assert isinstance(head, LinearHead)
+    size, rank = head.coefficients.numel(), form.sent["factor"].shape[1]
     new = partial(torch.empty, dtype=torch.float64)
     one, means = new(form.clients, 1), new(form.clients, 1, size)
     return (
