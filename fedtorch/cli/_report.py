@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedtorch.cli._terminal import printable
+
 _EVERY = 2.0  # seconds between two states that are printed
 
 
@@ -21,7 +23,7 @@ def add(commands: Any) -> None:
     report.add_argument("folder", metavar="DIR", type=Path, help="with what ft.report leaves, or a checkpoint")
     status = commands.add_parser("status", help="say how far a run over sites is, and which of them are late")
     status.set_defaults(run=_say)
-    status.add_argument("folder", metavar="DIR", type=Path, help="of the run's checkpoint on the server, or that file")
+    status.add_argument("folder", metavar="DIR", type=Path, help="of the server's ft.Remote(checkpoint=), or that file")
     status.add_argument("--watch", action="store_true", help="say it every two seconds, until the run is over")
     report.add_argument("--out", metavar="FILE", type=Path, help="where the page goes; default: report.html in DIR")
 
@@ -36,7 +38,7 @@ def _say(options: argparse.Namespace) -> None:
     from fedtorch.sites.rounds import status
 
     while True:
-        said = [status.in_words(path) for path in status.found(options.folder)]
+        said = [printable(status.in_words(path)) for path in status.found(options.folder)]
         print("\n".join(said), flush=True)
         if not options.watch or all(": over, " in each for each in said):
             return

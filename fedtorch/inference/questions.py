@@ -1,7 +1,7 @@
-"""The questions that sites answer after a fit, by name: nothing else that comes over the wire decides what is computed.
+"""The questions that sites answer after a fit, by name. Messages select among these and cannot run other code.
 
-They are the kinds that a module of `fedtorch.inference` has, and those of the algorithms' posteriors named here. Each
-says which fits it can be asked of, `Kind.answered_by`.
+They are the kinds in the modules of `fedtorch.inference` and in two posteriors of algorithms. `Kind.answered_by` says
+after which fits each is answered.
 
 >>> QUESTIONS["calibration"].tells
 'checks'

@@ -55,7 +55,7 @@ CORE = {  # and the tests near, besides the examples in the file itself
     "federation/algorithms/ep/estimates.py": "federation/algorithms/test_maximum_likelihood.py",
     "federation/algorithms/ep/hierarchical.py": "federation/algorithms/ep inference",
     "federation/populations/in_process.py": "federation/populations",
-    "federation/solvers/descent.py": "federation/solvers/descent",
+    "federation/solvers/descent.py": "federation/solvers/descent federation/solvers/test_clip_and_precision.py",
     "federation/solvers/linear_steps.py": "federation/solvers/test_linear_steps.py",
     "data/formulas/design.py": "data/formulas",
     "data/formulas/coding.py": "data/formulas",

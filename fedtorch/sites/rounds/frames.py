@@ -26,7 +26,7 @@ from fedtorch.wire import PayloadError
 _INBOX = "inbox"
 _PREFIX = f"{_INBOX}."
 EVERYBODY = "everybody"  # of the metadata, in the place of the ids of clients that are all of a site's
-PROTOCOL = 5  # what is said may not be understood by another
+PROTOCOL = 6  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (

@@ -1,4 +1,4 @@
-"""A site's memory of the sums under masks that it has taken part in, across runs and restarts.
+"""A site's memory of the sums under masks and the agreements that it has taken part in, across runs and restarts.
 
 Two sums of the same messages, with and without one site, differ by that site's message. So a site takes part in sums
 over one start with one set of sites only, and with the same clients of its own: the start is what clients were sent and
@@ -9,6 +9,11 @@ the site confirms it, before it opens any share: whether the server has come to 
 and {a, ..., g} differ by four sites wherever one site can compare two of them, and the third less the other two is what
 g has said. Of sets that are the same wherever they have a member in common no combination is of fewer members than the
 smallest of them has: they are disjoint.
+
+*Agreements.* A design follows from what all of its sites tell of a column, and all of them read it. Two designs of one
+column, with and without a site, show what that site has told: a level that it alone has, or its mean. The adversary is
+another site, or whoever reads both designs; the server is none, for it has each site's answers. So a site is behind
+designs of one column with one set of sites only, as behind sums over one start, whatever the formulas.
 
 What clients tell for good is the sum over rounds of what they have told in each. A site adds it up only with all the
 sites that it has ever added up with in the run, and only while it has gone back behind none of these sums: else the
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +48,7 @@ _BEGIN = "`fedtorch states DIR --begin-sums`"
 
 
 def begin(folder: Path | str) -> None:
-    """Create the memory of a site that has taken part in no sum under masks.
+    """Create the memory of a site that has taken part in no sum under masks and no agreement.
 
     Args:
         folder: of the site's states.
@@ -120,8 +125,9 @@ class PastSums:
             )
         if self._facts.path is not None and not self._facts.path.exists():
             raise Refusal(
-                f"the site has no {FILE} in its folder of states, the memory of the sums under masks that it has taken "
-                f"part in; a site that has taken part in some looks for it, another begins one by {_BEGIN}"
+                f"the site has no {FILE} in its folder of states, the memory of the sums under masks and of the "
+                "agreements that it has taken part in; a site that has taken part in some looks for it, another begins "
+                f"one by {_BEGIN}"
             )
         self._facts.open()
         self._opened = True
@@ -144,7 +150,7 @@ class PastSums:
         key, of_clients = start[:16], _digest(sorted(clients))
         with self._facts.alone():
             known = self._starts.get(key)
-            if known is not None and known[:2] != (of_clients, self._places.get(sites)):
+            if known is not None and self._differs(known, of_clients, sites):
                 raise Refusal(self._difference(known, of_clients))
             if not confirmed:
                 return
@@ -157,6 +163,34 @@ class PastSums:
                 self._add({"start": key.hex(), "clients": of_clients}, sites)
             if step is not None:
                 self.advance(step, sites)
+
+    def of_agreement(self, columns: Iterable[str], sites: frozenset[str], *, confirmed: bool) -> None:
+        """Refuse that a design of some columns follows from these sites where others were behind one of a column.
+
+        One that is confirmed is remembered; by a site without a folder as long as its process runs, as its answers are.
+
+        Args:
+            columns: of which the site has told, histograms or levels.
+            sites: from whose answers the design follows, or as long as it is not confirmed, may follow.
+            confirmed: whether this site is about to say that it agrees.
+
+        Raises:
+            Refusal: other sites, or there is no memory of sums in the site's folder.
+        """
+        if self._facts.path is not None:
+            self.open()
+        starts, nobody = {column: _start_of_column(column) for column in sorted(columns)}, _digest(())
+        with self._facts.alone():
+            for column, start in starts.items():
+                known = self._starts.get(start[:16])
+                if known is not None and self._differs(known, nobody, sites):
+                    raise Refusal(
+                        f"the site has agreed on {column!r} {self._when(known)}, and agrees on it with the same sites "
+                        "only: the designs' difference would be what those have told that are in one of them; ask the "
+                        "same sites again, and let others make rows by their design, sites.agree(host, names, design)"
+                    )
+            for start in starts.values():
+                self.of_round(start, (), None, sites, confirmed=confirmed)
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
         """Remember that a site's states have gone on, with a sum of some sites or without one."""
@@ -192,13 +226,18 @@ class PastSums:
 
     def _difference(self, known: _Sum, own: str) -> str:
         """Return why a site takes part in no sum over a start."""
-        when, same = datetime.fromisoformat(known.at), own == known.clients
+        whose = "sites" if own == known.clients else "of its own clients"
         return (
-            f"the site has taken part in a sum over the same start on {when:%Y-%m-%d at %H:%M} UTC with "
-            f"{_named(self._sets[known.sites])}, and takes part in others with the same "
-            f"{'sites' if same else 'of its own clients'} only: the sums' difference would be what those have said "
-            "that are in one of them; ask the same again, or begin from other parameters"
+            f"the site has taken part in a sum over the same start {self._when(known)}, and takes part in others with "
+            f"the same {whose} only: the sums' difference would be what those have said that are in one of them; ask "
+            "the same again, or begin from other parameters"
         )
+
+    def _differs(self, known: _Sum, clients: str, sites: frozenset[str]) -> bool:
+        return known[:2] != (clients, self._places.get(sites))
+
+    def _when(self, known: _Sum) -> str:
+        return f"on {datetime.fromisoformat(known.at):%Y-%m-%d at %H:%M} UTC with {_named(self._sets[known.sites])}"
 
     def _told(self, run: str) -> _Told:
         return self._runs.get(run, _Told(frozenset(), FIRST, behind=False))
@@ -238,6 +277,11 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
     plain = tree.map(lambda leaf: leaf + 0.0 if leaf.is_floating_point() else leaf, content)
     about = json.dumps(dict(settings), sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
+
+
+def _start_of_column(column: str) -> bytes:
+    """Return what stands for the start of a sum where sites agree on a column."""
+    return hashlib.sha256(json.dumps(["agreement", column]).encode()).digest()
 
 
 def _damaged(error: ValueError) -> Refusal:

@@ -40,7 +40,7 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits on what a site answers. Every round that it begins to answer counts, also one that the server then drops.
+    """Limits on what a site answers. Every round that is asked of it counts, also one that it refuses.
 
     With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
     compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
         rounds: how many are answered over all runs, with scores and questions after a fit; None for any number.
         epsilon: the most that one ledger may count in all, by noise that is added at the site.
         honest: clients of a sum under masks, its own among them, whose noise the site counts on together.
-        remember_sums: whether sums are remembered in the folder of states; else only while the process runs.
+        remember_sums: whether sums and agreements are remembered in the folder of states; else while the process runs.
         carry: how messages must be carried, which the server must want too; or by the algorithm's name.
         minimum: the rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
         columns: those that formulas may read, and None for all; the columns of clients and persons are never read.
@@ -181,9 +181,8 @@ class Watch:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
-        """Count a round, before anything of it is computed, or refuses it."""
+        """Spend the budget of a round, before anything of it is computed, or refuse it."""
         budget, policy = algorithm.budget, self.policy
-        self.count()
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedtorch.sites.rounds.status import Status
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
 
 
@@ -52,8 +54,9 @@ class Remote:
         roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
             other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
-        checkpoint: the run's file, beside which its status is written for `fedtorch status`. `finish` saves it before
-            sites hear that the run is over; a server that is started again with it then waits for none of them.
+        checkpoint: the run's file, beside which its status is written for `fedtorch status`; without one there is no
+            status. `finish` saves it before sites hear that the run is over; a server that is started again with it
+            then waits for none of them.
         record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
@@ -121,6 +124,8 @@ class Remote:
         met: dict[str, Any] = {"state": "waiting for sites", "rounds": 0, "of": None, "left": None, "privacy": {}}
         status = Status(checkpoint, lambda: {**met, "sites": asked.described()})
         asked.on_look = status.write
+        if checkpoint is None:
+            _LOG.info("no status of this run is written, for `fedtorch status`; name its file, ft.Remote(checkpoint=)")
         if bring is None:
             asked.meet(timeout)
         else:
@@ -136,9 +141,9 @@ class Remote:
         if len(set(self.names)) != len(self.names):
             twice = {name for name, count in Counter(self.names).items() if count > 1}
             of = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
-            why = f"Expected clients of different names, but {of} have {sorted(twice)} in common; rename them"
-            asked.turn_away(of, why)
-            raise ValueError(why)
+            why = f"Expected clients of different names, but {of} have {{}} in common; rename them"
+            asked.turn_away(of, why.format("some (the server knows which)"))  # nor does a site hear of others' clients
+            raise ValueError(why.format(sorted(twice)))
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
             raise ValueError(f"Expected rows= like those of the sites, {brings[0].schema}, but got others")

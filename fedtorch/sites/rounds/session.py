@@ -236,6 +236,7 @@ class SiteSession:
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self._silent = self._few and self._sends_nothing(inboxes, turn)
+        self.watch.count()  # also what is refused then, which may tell whose rows are whose
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
         drawing = turn.with_key(lambda: self._key_of_round(turn, inboxes, lost))
@@ -390,7 +391,16 @@ class SiteSession:
         return not tree.leaves(self.clients.reply(self.clients.empty_block(), inboxes, turn).message)
 
     def _check_rows(self, ids: Tensor) -> None:
-        """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
+        """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known.
+
+        Where nothing but losses is sent, clients train all together: else one that has trained alone would be what two
+        means of all clients differ by.
+        """
+        if self._silent and len(ids) < self._count:
+            raise Refusal(
+                "the site's clients send nothing but losses, and one of them has few rows; where some trained without "
+                "the others, the mean of all would tell of these; ask all clients of the site"
+            )
         if self._carry.masks is None and not self._silent:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
@@ -452,8 +462,7 @@ class SiteSession:
         """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
         Means of two cohorts, and the values of one of them, tell those that are in one of them only. Where the memory
-        of past sums does not know their rows, as where nothing is sent, only the mean of all clients is told, NaN of
-        others.
+        of past sums does not know their rows, only the mean of all clients is told, NaN of others.
         """
         told = {}
         for name, values in info.items():
@@ -490,6 +499,7 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
+        self.watch.count()
         validation, additive = self.configuration.validation, self.algorithm.exchange.additive
         known = (self.watch.policy, validation.counts, validation.names, self.first)
         rows = Behind(*known, rows="validation rows")
@@ -499,7 +509,7 @@ class SiteSession:
         rows.check(inboxes.ids, additive)  # where each client has a model of its own, a sum of scores may follow one's
         if few and additive:
             one_of(inboxes.inbox)
-        self.watch.count()
+            one_of(self.clients.algorithm.model(inboxes.inbox, self.clients.table.read(inboxes.ids)), "have one model")
         made = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         every = after_fit.by_client(self.clients, inboxes, validation.select(inboxes.ids - self.first), made)
         every = in_one(every) if few and additive else every

@@ -144,11 +144,15 @@ class Sites:
         self._strays: Counter[str] = Counter()  # frames on a site's stream that nobody asked for
         self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
 
-    def meet(self, seconds: float) -> None:
+    def meet(self, seconds: float, least: int | None = None) -> None:
         """Wait until every site has been here; what each says last counts as long as others are waited for.
 
+        Args:
+            seconds: the longest wait.
+            least: so many sites are enough when it is over; None for all.
+
         Raises:
-            TimeoutError: some were not in time; the message names them.
+            TimeoutError: some were not in time, and too many; the message names them.
             ValueError: all are here, and do not bring rows of one kind. The message names those that differ from more
                 than half of them, or else says who has what; these hear it, and wait for another meeting.
         """
@@ -162,20 +166,32 @@ class Sites:
                     self.host.send(name, frames.encode("who"))
         while len(self.bring) < len(self.names):
             if (left := ends - time.monotonic()) <= 0:
-                absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
-                absences = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
-                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {absences}")
+                if least is not None and len(self.bring) >= least:
+                    break
+                wanted = at_least(len(self.names) if least is None else least, len(self.names))
+                raise TimeoutError(f"Expected {wanted} within {seconds:g} s, but got no {reasons(self.absent)}")
             self._next(min(left, _LOOK))
         if self._alike:
             self._check_alike()
             self.met = True
 
+    @property
+    def absent(self) -> dict[str, str]:
+        """Return the sites that have not been here, and why."""
+        return {name: self.troubles.get(name, "it did not connect") for name in self.names if name not in self.bring}
+
     def _check_alike(self) -> None:
         brings = [self.bring[name] for name in self.names]
         remedy = "bring the same fields in the same dtypes and shapes"
-        if any(each.design is not None for each in brings):
+        without = [name for name in self.names if self.bring[name].design == ""]
+        if without and any(each.design for each in brings):
             remedy = (
-                "let all of them agree, design = sites.agree(host, names, formula or design); where some keep missing "
+                f"whoever was not in the agreement makes rows by its design, sites.agree(host, {without}, design), and "
+                "tells nothing of its columns for it"
+            )
+        elif any(each.design is not None for each in brings):
+            remedy = (
+                "let all of them make rows by one design, sites.agree(host, names, design); where some keep missing "
                 "cells, missing='impute' in the files of all"
             )
         try:
@@ -372,6 +388,11 @@ class Sites:
 
 def _single(wanted: Receive) -> Any:
     raise AssertionError(f"Expected to hear all sites that were asked together, but got {wanted}")
+
+
+def at_least(least: int, asked: int) -> str:
+    """Return how many sites are wanted of those that are asked, in words."""
+    return f"all {asked} sites" if least == asked else f"at least {least} of {asked} sites"
 
 
 def reasons(missing: Mapping[str, str]) -> str:

@@ -396,3 +396,36 @@ def opened(folder: Path) -> PastSums:
     memory = PastSums(folder)
     memory.open()
     return memory
+
+
+# -- the states of clients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_site_that_takes_a_round_alone_is_what_two_sums_of_the_same_sites_differ_by(tmp_path: Path) -> None:
+    """Its clients' states have gone on, though the round of it has no sum: the page says that no site refuses that."""
+    make = Carried(lambda: ft.personal_layers(sgd(0.1), personal="bias"), masked(GRID, dropouts=0))
+    host = sites_in(tmp_path, make, "abc")
+
+    def change(alone: bool) -> torch.Tensor:
+        run = run_on(host, "abc", make)
+        if alone:
+            host.before = lambda name, frame: name == "a" or frames.read(frame, "the server").kind != "round"
+            with pytest.raises(RuntimeError, match="nothing of the round was kept"):
+                run.step()
+            host.before = lambda name, frame: True
+            [host.start(name) for name in "bc"]
+            run.clients.session.kept[0] = max(host.sites["a"]._session.versions.numbers)
+        before = run.server["weight"].clone()
+        run.step()
+        return int(DATA.counts[:3].sum()) * (run.server["weight"] - before)
+
+    differ = change(alone=True) - change(alone=False)
+    client = ft.Run(ft.personal_layers(sgd(0.1), personal="bias"), ft.InProcess(DATA.select([0])), seed=3)
+    start, own = client.server["weight"].clone(), list[torch.Tensor]()
+    for _ in range(2):
+        client.server = {"weight": start}
+        client.step()
+        own.append(int(DATA.counts[0]) * (client.server["weight"] - start))
+    assert own[1].norm() > 0.1
+    assert distance(differ, own[1] - own[0]) < 1e-6
