@@ -1,7 +1,7 @@
 """Walks the package: what is public is documented and annotated, and every algorithm and exchange keeps the contract.
 
-A new algorithm or exchange fails here until it has a case in `ALGORITHMS` or `EXCHANGES`; robust rules are those of
-`tests/federation/exchanges/test_robust.py`.
+A new algorithm fails here until its test file has `CASES`, see `support/algorithm_cases.py`, and a new exchange until
+it is in `EXCHANGES`; robust rules are those of `tests/federation/exchanges/test_robust.py`.
 """
 
 from __future__ import annotations
@@ -22,137 +22,39 @@ from typing import Any
 import pytest
 import torch
 from federation.exchanges.test_robust import MAKERS
-from sklearn.linear_model import LinearRegression
+from support.algorithm_cases import CLIENTS, SIZES, every_case, pool
 from support.oracles.closed_forms import (
     NUMBERS,
     ROUNDING,
     client_tensors,
     copy_of,
     distance,
-    linear,
     linear_clients,
-    mean_squared_error,
     same_bits,
-    sgd,
 )
 from support.small_federations import trainer
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.runs import run as running
-from fedtorch.models import hierarchical
-from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gibbs import graphical, imputation, sparse
-from fedtorch.models.linear import LinearHead
-from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.programs import choice
 from fedtorch.tree import Tree
 
-SIZES = [5, 2, 9, 4, 17, 6]
-K = len(SIZES)
 ROUNDS = 3
-READS = {  # waits of a device in a round, where they are more than four, and what for
-    "ditto": 6,  # counts of rows and the history's numbers of both models; total weight, messages
-    "ep": 10,  # whether to start or to go back; whether nodes have settled; version, pace; history's numbers
-    "fedadagrad": 5,  # what the server's optimiser holds, as of the three below
-    "fedadam": 5,
-    "fednova": 6,  # whether all have taken steps; two means
-    "fedopt": 5,
-    "fedyogi": 5,
-    "fedmgp": 6,  # whether units have yet to start; whether factors were found, theirs and the server's
-    "fedmgp_average": 5,  # whether factors were found
-    "gtv_regressors": 7,  # scikit-learn's arguments: rows x and y, what neighbours say, their weights, counts
-    "maximum_likelihood": 5,  # whether to start; whether all answered, whether messages are finite; eigenvalues
-    "matrix_normal": 11,  # the rank, the steps of a bisection, two singular value problems; whether the noise is known
-    "scaffold": 5,  # whether all have taken steps
-    "shared_body": 24,  # those of its heads, here HM1's, and of their rows that are made anew; finite features
-    "without_server": 8,  # the sums at six nodes; whether they are whole numbers, and messages finite
-}
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
-
-
-def normalised() -> torch.nn.Module:
-    """A module with batch normalisation."""
-    return torch.nn.Sequential(linear(3, 2), torch.nn.BatchNorm1d(2, dtype=NUMBERS.get()), linear(2, 1, seed=1))
-
-
-def hierarchical_ep() -> ft.Algorithm:
-    """A hierarchical linear model with two shared means, variances and the noise."""
-    model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
-    return ft.ep(model)
-
-
-def shared_body() -> ft.Algorithm:
-    """A body of two features under heads by HM1."""
-    body = torch.nn.Sequential(linear(3, 2), torch.nn.Tanh())
-    head = LinearHead(2, body, given=True, dtype=NUMBERS.get())
-    heads = ft.matrix_normal(ft.least_squares(LinearHead(3, intercept=False, dtype=NUMBERS.get())))
-    return ft.shared_body(sgd(0.1, head, steps=2, buffers="local"), heads)
-
-
-def gaussian_process() -> torch.nn.Module:
-    """A multi-output Gaussian process of one unit."""
-    inducing = torch.tensor([[-1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [1.0, -1.0, 0.0]], dtype=NUMBERS.get())
-    return ConvolvedGP(inducing)
-
-
-ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
-    "acyclic_graphs": lambda: ft.acyclic_graphs(1, spreads=(0.2,)),
-    "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
-    "edge_weights": lambda: ft.edge_weights(ft.Network.ring(K), width=4, degree=1),
-    "ep": hierarchical_ep,
-    "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
-    "fedadam": lambda: ft.fedadam(sgd(0.1, steps=2)),
-    "fedavg": lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4)),
-    "fedbn": lambda: ft.fedbn(sgd(0.1, normalised(), steps=2, buffers="local")),
-    "feddyn": lambda: ft.feddyn(ft.least_squares(linear()), 3.0),
-    "fedmgp": lambda: ft.fedmgp(gaussian_process(), steps=2, accept_disclosure=True),
-    "fedmgp_average": lambda: ft.fedmgp_average(gaussian_process(), units=K, steps=2),
-    "fednova": lambda: ft.fednova(sgd(0.05, epochs=1, batch_size=4)),
-    "fedopt": lambda: ft.fedopt(sgd(0.1, steps=2), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
-    "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
-    "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
-    "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
-    "matrix_normal": lambda: ft.matrix_normal(
-        ft.least_squares(LinearHead(3, dtype=NUMBERS.get()), steps=4), covariance=inverse_wishart(alpha=0.7)
-    ),
-    "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
-    "gtv_regressors": lambda: ft.gtv_regressors(
-        LinearRegression, ft.Network.ring(K), 0.5, torch.eye(3, dtype=NUMBERS.get())
-    ),
-    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
-    "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
-    "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
-    "maximum_likelihood": lambda: ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(3))),
-    "neighbour_search": lambda: ft.neighbour_search(ft.Network.ring(K), k=3, width=4, relay=1),
-    "normal_em": normal_em,
-    "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
-    "separate": lambda: ft.separate(sgd(0.1, steps=2)),
-    "shared_body": shared_body,
-    "without_server": lambda: ft.without_server(
-        ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2), ft.Network.ring(K)
-    ),
-}
-THETA = torch.full((3,), 0.5, dtype=torch.float64)
-COMPLETE = imputation.Normal(torch.zeros(4).double(), torch.eye(4).double())
-STARTS = {
-    "acyclic_graphs": graphical.start(3),
-    "normal_em": COMPLETE,
-    "gibbs": THETA,
-    "without_server": THETA,
-    "gtv_regressors": {},
-}  # of algorithms without a local solver
-POOLED = {"pooled"}  # algorithms that want one client with all rows
+CASES = every_case()
+ALGORITHMS = {name: case.make for name, case in CASES.items()}
+STARTS = {name: case.start for name, case in CASES.items() if case.start is not None}
+POOLED = {name for name, case in CASES.items() if case.rows is pool}  # one client with all rows
 ROBUST_RULES = {
-    name: next(rule for rule in (make(1), make(0)) if rule.least <= K) for name, make in MAKERS.items()
+    name: next(rule for rule in (make(1), make(0)) if rule.least <= CLIENTS) for name, make in MAKERS.items()
 }  # against one wrong message, where six are enough
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
-    "graph": lambda: ft.graph(ft.Network.ring(K)),
+    "graph": lambda: ft.graph(ft.Network.ring(CLIENTS)),
     "private_rows": ft.private_rows,
     "star": ft.star,
     **{f"robust star {name}": partial(robust_star, rule) for name, rule in ROBUST_RULES.items()},
@@ -260,7 +162,7 @@ def makers() -> dict[str, Any]:
 
 
 def test_every_algorithm_has_a_case() -> None:
-    assert sorted(makers()) == sorted(ALGORITHMS)
+    assert sorted(makers()) == sorted(ALGORITHMS), "say it in CASES of tests/federation/algorithms/test_<name>.py"
 
 
 def test_every_algorithm_is_shown_at_the_top() -> None:
@@ -288,12 +190,7 @@ def start(name: str, algorithm: ft.Algorithm) -> Tree:
 
 
 def population(name: str, chunk: int | None = None) -> ft.InProcess:
-    data = linear_clients(SIZES)
-    if name == "normal_em":
-        data = imputation.incomplete(list(data))
-    if name == "acyclic_graphs":
-        data = data.map(lambda rows: rows[0])
-    return ft.InProcess(data.pool() if name in POOLED else data, chunk)
+    return ft.InProcess(CASES[name].rows(linear_clients(SIZES)), chunk)
 
 
 @every_algorithm
@@ -388,7 +285,7 @@ def test_a_device_is_seldom_waited_for(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     lines = [linecache.getline(one.filename, one.lineno).strip() for one in said if "synchroniz" in str(one.message)]
     waits = [line for line in lines if not any(going in line for going in (".to(", "tensor(", "copy_("))]
-    assert len(waits) <= READS.get(name, 4), waits
+    assert len(waits) <= CASES[name].waits, waits
 
 
 @every_algorithm
@@ -509,11 +406,15 @@ def initial_state(run: ft.Run) -> Tree:
 def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
     made = EXCHANGES[name]()
     generator = torch.Generator().manual_seed(0)
-    value = {"w": torch.randn(K, 2, 3, generator=generator, dtype=torch.float64)}
-    messages: Tree = (Mean(value, torch.rand(K, generator=generator) + 0.1),)
+    value = {"w": torch.randn(CLIENTS, 2, 3, generator=generator, dtype=torch.float64)}
+    messages: Tree = (Mean(value, torch.rand(CLIENTS, generator=generator) + 0.1),)
     messages += () if name.startswith("robust") else (Sum(value),)
-    order = torch.randperm(K, generator=generator)
-    ways: list[list[Any]] = [[slice(0, K)], [torch.tensor([int(k)]) for k in order], list(order.split([2, 0, 3, 1]))]
+    order = torch.randperm(CLIENTS, generator=generator)
+    ways: list[list[Any]] = [
+        [slice(0, CLIENTS)],
+        [torch.tensor([int(k)]) for k in order],
+        list(order.split([2, 0, 3, 1])),
+    ]
     results = []
     for blocks in ways:
         partials = [made.gather(tree.take(messages, ids), ids) for ids in blocks]
@@ -525,9 +426,9 @@ def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_counts_bytes_by_client(name: str) -> None:
     made = EXCHANGES[name]()
-    message, outbox = Sum({"w": torch.zeros(K, 3)}), {"w": torch.zeros(K, 5)}
+    message, outbox = Sum({"w": torch.zeros(CLIENTS, 3)}), {"w": torch.zeros(CLIENTS, 5)}
     one = made.traffic(outbox, tree.take(message, slice(0, 1)), slice(0, 1))
-    assert made.traffic(outbox, message, slice(0, K)) == (K * one[0], K * one[1])
+    assert made.traffic(outbox, message, slice(0, CLIENTS)) == (CLIENTS * one[0], CLIENTS * one[1])
     assert made.traffic(outbox, tree.take(message, slice(0, 0)), torch.zeros(0, dtype=torch.int64)) == (0, 0)
 
 

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 from support import device_page, pretended_device, pretended_programs
+from support.algorithm_cases import USUAL
 from support.device_cases import CASES, ROUNDS, SLOW
 from support.device_worker import Worker
 from support.oracles.closed_forms import distance
 from support.pretended_accelerator import FarAccelerator
 from support.programs import launched
-from test_conformance import ALGORITHMS, READS, REORDERED, population, start
+from test_conformance import ALGORITHMS, CASES as EVERY, REORDERED, population, start
 
 import fedtorch as ft
 from experiments import common
@@ -64,8 +65,8 @@ def test_a_round_waits_as_seldom_as_the_page_says(name: str, look: Callable[[str
 
 @pytest.mark.parametrize("name", slow_or_not(ALGORITHMS))
 def test_a_round_seldom_waits_for_a_device(name: str, look: Callable[[str], Any]) -> None:
-    waits = sum(look(name)["waits"].values())
-    assert waits == READS.get(name, min(4, waits)), look(name)["waits"]
+    waits, most = sum(look(name)["waits"].values()), EVERY[name].waits
+    assert waits == most or waits < most == USUAL, look(name)["waits"]
 
 
 def test_the_page_has_no_other_rounds() -> None:

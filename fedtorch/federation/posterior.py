@@ -126,7 +126,6 @@ class Posterior:
 
     Attributes:
         model: the hierarchical model that fits are of, None of others.
-        questions: questions that clients may be asked after the fit, names of `fedtorch.inference.questions`.
         title: of the posterior in a report, "" if it is not shown.
 
     Raises:
@@ -134,7 +133,6 @@ class Posterior:
     """
 
     model: Any = None
-    questions: frozenset[str] = frozenset()
     title: str = ""
 
     @property
@@ -175,14 +173,18 @@ class Posterior:
             run, f"{_EP}, {_ML} or ft.gibbs", "have each site's own estimates beside the pooled ones"
         )
 
-    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
-        """Return at least this many draws of the joint posterior for rows; `even` ones are spread evenly, for means."""
+    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int) -> Draws:
+        """Return at least this many draws of the joint posterior for rows."""
         raise self._unanswered(
             run, f"{_EP} of known family (linear, logistic, poisson) or ft.gibbs", "have draws for rows"
         )
 
+    def even_draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int) -> Draws:
+        """Return draws for means, spread evenly where that is possible; by default those of `draws`."""
+        return self.draws(run, draws, given, tolerance, seed)
+
     def received(self, sent: Mapping[str, Tensor]) -> Draws:
-        """Rebuild draws at a holder of rows from `Draws.sent`; used if `questions` contains one by draws."""
+        """Rebuild draws at a holder of rows from `Draws.sent`; sites answer by draws of fits that override this."""
         raise NotImplementedError
 
     def evidence(self, run: Any, *, each: bool = False, tolerance: float = 0.01) -> Tree:

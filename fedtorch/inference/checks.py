@@ -37,7 +37,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import Drawn, by_client, masked_sum, sent_draws, summed
+from fedtorch.federation.runs.posterior_draws import Drawn, are_sent_for_rows, by_client, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
 from fedtorch.models.hierarchical.families import LOGISTIC
@@ -120,8 +120,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
     square = power[2] / power[0]
     least = (torch.finfo(square.dtype).eps * square).clamp(min=torch.finfo(square.dtype).tiny)  # below is rounding
     sd = (square - mean.square()).maximum(least).sqrt()
-    counts = one.family.name == "poisson"
-    if counts:
+    if one.family.counts:
         last = min(float((mean + _FAR * sd).ceil()), _MOST_COUNTS)
         places = torch.arange(int(last) + 1).to(mean)
     else:
@@ -130,7 +129,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
     width = float(places[1] - places[0])
     inner = (places[1:] + places[:-1]) / 2
     rows = ask(run, HISTOGRAM, {**one.sent, "edges": inner}, drawn=one)
-    return Histograms(places, width, rows[:, 0], rows[:, 1:].T, counts)
+    return Histograms(places, width, rows[:, 0], rows[:, 1:].T, one.family.counts)
 
 
 def site_means(run: Run, *, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> SiteMeans:
@@ -288,13 +287,15 @@ CALIBRATION = Kind(
     _calibrated,
     lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS)),
     _DRAWS,
+    answered_by=are_sent_for_rows,
 )
-POWERS = Kind("powers", "checks", _responses, lambda form: _room(3), _DRAWS)
+POWERS = Kind("powers", "checks", _responses, lambda form: _room(3), _DRAWS, answered_by=are_sent_for_rows)
 HISTOGRAM = Kind(
     "histogram",
     "checks",
     _histogram,
     lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"])),
     (*_DRAWS, "edges"),
+    answered_by=are_sent_for_rows,
 )
-MEANS = Kind("means", "checks", _means, _of_clients, _DRAWS, by_client=True)
+MEANS = Kind("means", "checks", _means, _of_clients, _DRAWS, by_client=True, answered_by=are_sent_for_rows)

@@ -25,7 +25,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import Drawn, sent_draws, summed
+from fedtorch.federation.runs.posterior_draws import Drawn, are_sent_for_rows, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
 from fedtorch.inference.pooling import refuse_pooled
@@ -285,4 +285,12 @@ def _sums_of(form: Form) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-DENSITIES = Kind("densities", "densities", _densities, _sums_of, ("phi", "key"), ("method", "beside"))
+DENSITIES = Kind(
+    "densities",
+    "densities",
+    _densities,
+    _sums_of,
+    ("phi", "key"),
+    ("method", "beside"),
+    answered_by=are_sent_for_rows,
+)

@@ -24,7 +24,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
-from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
+from fedtorch.federation.runs.posterior_draws import are_sent, by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, Rows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
@@ -89,7 +89,7 @@ def marginal_effects(
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
     refuse_pooled(run, "marginal_effects")
-    source = posterior_of(run.algorithm).draws(run, _DRAWS, given, tolerance, _SEED, even=True)
+    source = posterior_of(run.algorithm).even_draws(run, _DRAWS, given, tolerance, _SEED)
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")
     if elsewhere and frame is not None:
@@ -296,5 +296,5 @@ def _totals(form: Form) -> dict[str, Tensor]:
     return {"total": total, "rows": torch.zeros(()).double()}
 
 
-VARIABLES = Kind("variables", "margins", _seen, _count, settings=("ones",))
-EFFECTS = Kind("effects", "margins", _effects, _totals, ("phi", "key"), ("kinds",))
+VARIABLES = Kind("variables", "margins", _seen, _count, settings=("ones",), answered_by=are_sent)
+EFFECTS = Kind("effects", "margins", _effects, _totals, ("phi", "key"), ("kinds",), answered_by=are_sent)

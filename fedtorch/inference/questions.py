@@ -1,25 +1,32 @@
 """The questions that sites answer after a fit, by name. Messages select among these and cannot run other code.
 
-`Posterior.questions` lists the questions that a fit answers.
+They are the kinds in the modules of `fedtorch.inference` and in two posteriors of algorithms. `Kind.answered_by` says
+after which fits each is answered.
 
 >>> QUESTIONS["calibration"].tells
 'checks'
+>>> from fedtorch.federation.posterior import Posterior
+>>> answered(Posterior())
+{}
 """
 
 from __future__ import annotations
 
-from fedtorch.federation.algorithms.ep.hierarchical import COEFFICIENTS, DEVIATIONS, EVIDENCE
-from fedtorch.federation.algorithms.matrix_normal.posterior import room_for, tell_average, tell_devices, tell_sums
-from fedtorch.federation.runs.holders import Kind
-from fedtorch.inference.checks import CALIBRATION, HISTOGRAM, MEANS, POWERS
-from fedtorch.inference.comparison import DENSITIES
-from fedtorch.inference.marginal_effects import EFFECTS, VARIABLES
-from fedtorch.models.matrix_normal_posterior import Factors
+import pkgutil
+from importlib import import_module
 
-_UNITS, _KNOWN = ("multiple", "noise", "factor"), ("known",)
-_GIVEN = (*_UNITS, *Factors._fields)
-FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0], _UNITS, alone=True)
-DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], _GIVEN, _KNOWN, by_client=True)
-AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2], _GIVEN, _KNOWN, alone=True)
-_EVERY = (COEFFICIENTS, DEVIATIONS, DENSITIES, EVIDENCE, VARIABLES, EFFECTS, CALIBRATION, POWERS, HISTOGRAM, MEANS)
-QUESTIONS = {kind.name: kind for kind in (*_EVERY, FACTORS, DEVICES, AVERAGE)}
+from fedtorch import inference
+from fedtorch.federation.algorithms.ep import hierarchical
+from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
+from fedtorch.federation.posterior import Posterior
+from fedtorch.federation.runs.holders import Kind
+
+_HERE = [each.name for each in pkgutil.iter_modules(inference.__path__, f"{inference.__name__}.")]
+_MODULES = (hierarchical, matrix_normal, *(import_module(name) for name in _HERE if name != __name__))
+_EVERY = [value for module in _MODULES for value in vars(module).values() if isinstance(value, Kind)]
+QUESTIONS = {kind.name: kind for kind in _EVERY}
+
+
+def answered(posterior: Posterior) -> dict[str, Kind]:
+    """Return the questions that sites answer after a fit with this posterior, by name."""
+    return {name: kind for name, kind in QUESTIONS.items() if kind.answered_by(posterior)}

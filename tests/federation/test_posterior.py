@@ -18,11 +18,12 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.algorithms import ep, maximum_likelihood as likelihood, multi_output_gp as gp
+from fedtorch.federation.algorithms.ep.hierarchical import NOISE
 from fedtorch.federation.algorithms.matrix_normal import devices as of_devices
 from fedtorch.federation.algorithms.regressors import fitted
 from fedtorch.federation.posterior import Posterior, posterior_of
-from fedtorch.inference import checks
-from fedtorch.inference.questions import QUESTIONS
+from fedtorch.inference import checks, questions
+from fedtorch.inference.questions import QUESTIONS, answered
 from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
@@ -229,9 +230,16 @@ def test_alternatives_named_in_errors_can_answer(question: str) -> None:
         assert question not in who[2], "it recommends the call that has raised it"
 
 
-def test_every_question_is_answered_by_an_algorithm() -> None:
-    every = [posterior_of(make()).questions for make in FITS.values()]
-    assert set().union(*every) == set(QUESTIONS)
+def test_questions_to_sites_are_known_and_each_is_answered_by_somebody() -> None:
+    every = {name: set(answered(posterior_of(make()))) for name, make in FITS.items()}
+    assert set().union(*every.values()) == set(QUESTIONS) - {NOISE.name}
+    assert every["maximum_likelihood"] == {"coefficients", "variables", "effects"}
+    assert every["matrix_normal"] == {"factors", "devices", "average"}
+    assert every["gibbs"] == every["own factors"] == every["fedavg"] == set()
+
+
+def test_no_two_questions_have_one_name() -> None:
+    assert all(QUESTIONS[kind.name] is kind for kind in questions._EVERY)
 
 
 def test_every_question_of_a_posterior_is_refused_in_the_same_words() -> None:

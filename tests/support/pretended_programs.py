@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from test_conformance import THETA
+from test_conformance import STARTS
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils._python_dispatch import _disable_current_modes
@@ -94,7 +94,7 @@ CASES: dict[str, Programs] = {
         Rounds(
             lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
             lambda: linear_clients([12, 20, 15]),
-            lambda algorithm: THETA,
+            lambda algorithm: STARTS["gibbs"],
         ),
         {"gibbs_sweeps.horseshoe", "philox.gamma", *DRAWS},
     ),

@@ -182,7 +182,7 @@ class Sampled(Posterior):
         place = list(range(size))
         return Pooling(sites.names, place, sites.totals(), alone, centre, low, high, spread, sites.family)
 
-    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
+    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int) -> Draws:
         """Return at most this many draws, spread over the chains; clients have them where their rows are."""
         family, (total, _) = self._family(), drawn_coefficients(run)  # (C, T, K, d)
         step = -(-total.shape[0] * total.shape[1] // draws)

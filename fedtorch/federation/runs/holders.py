@@ -24,7 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.posterior import Posterior, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
@@ -81,6 +81,7 @@ class Kind(NamedTuple):
     settings: tuple[str, ...] = ()  # names of the settings that it takes
     by_client: bool = False  # whether an answer has a row per client, in order; else it is one sum over clients
     alone: bool = False  # whether a sum shows one client's part, as with weights that the server chooses
+    answered_by: Callable[[Posterior], bool] = lambda posterior: False  # whether sites answer it after such a fit
 
 
 def ask(
@@ -116,7 +117,7 @@ def ask(
             tensors |= {f"{name} {i}": leaf for name, leaf in source.sent.items()}
         if beside:
             about["beside"] = [_described(other) for other, _ in beside]
-        return clients.ask(run.outbox, kind.name, tensors, about)
+        return clients.ask(run.outbox, kind, tensors, about)
     others: list[tuple[Holder, Mapping[str, Tensor]]] = [
         (local_holder(other)._replace(drawn=source), {}) for other, source in beside
     ]

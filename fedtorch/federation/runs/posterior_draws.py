@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.posterior import Draws, posterior_of
+from fedtorch.federation.posterior import Draws, Posterior, posterior_of
 from fedtorch.federation.runs.holders import Holder, local_holder, rows_at_hand
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.hierarchical import Model
@@ -151,6 +151,16 @@ def sent_draws(holder: Holder, sent: Mapping[str, Tensor]) -> Draws:
     """Return the draws that were sent to a holder, see `Draws.sent`, or its own."""
     drawn: Draws = posterior_of(holder.algorithm).received(sent) if holder.drawn is None else holder.drawn
     return drawn
+
+
+def are_sent(posterior: Posterior) -> bool:
+    """Return whether holders of rows rebuild draws of a fit that they are sent, of `even_draws` at least."""
+    return type(posterior).received is not Posterior.received
+
+
+def are_sent_for_rows(posterior: Posterior) -> bool:
+    """Return whether holders rebuild draws of a fit that densities of single rows and new responses are of."""
+    return are_sent(posterior) and type(posterior).draws is not Posterior.draws
 
 
 def site_draws(run: Run, drawn: Draws) -> Tensor:

@@ -34,6 +34,7 @@ class Family(NamedTuple):
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
     scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the known scale, (K,)
     precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
+    counts: bool = False  # whether responses are numbers of events, without an upper bound
     effects: str = "effect"  # what differences of η are called
 
 
@@ -178,4 +179,4 @@ LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw, 
 CUMULATIVE = Family(  # y: numbers of levels from 0
     "cumulative", _no_mean, _cumulative_density, _cumulative_draw, effects="log-odds"
 )
-POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw, effects="log rate")
+POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw, counts=True, effects="log rate")

@@ -66,12 +66,12 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
             follow from all that is asked.
     """
     from fedtorch.federation.runs.holders import room
-    from fedtorch.inference.questions import QUESTIONS
+    from fedtorch.inference.questions import answered
 
-    name, known = frame.text("question"), posterior_of(algorithm).questions & QUESTIONS.keys()
+    name, known = frame.text("question"), answered(posterior_of(algorithm))
     if name not in known:
         raise Refusal(f"of this run the site answers the questions {sorted(known)}, but not {name!r}")
-    kind, shapes, about = QUESTIONS[name], frame.names("shapes"), frame.names("about")
+    kind, shapes, about = known[name], frame.names("shapes"), frame.names("about")
     ends = ["", *(f" {number}" for number in range(len(_beside(frame))))]
     more = {*about} - {*kind.settings} | {*shapes} - {each + end for each in kind.tensors for end in ends}
     if more:

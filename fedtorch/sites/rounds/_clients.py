@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.sites.rounds.status import Pace, Trouble
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.federation.runs.holders import Kind
 
 
 class RemoteClients:
@@ -121,7 +124,7 @@ class RemoteClients:
     def ask(
         self,
         outbox: Tree,
-        question: str,
+        kind: Kind,
         sent: Mapping[str, Tensor],
         about: Mapping[str, Any],
         each: Mapping[str, Tensor] | None = None,
@@ -130,7 +133,7 @@ class RemoteClients:
 
         Args:
             outbox: of the run.
-            question: its name in `fedtorch.inference.questions`.
+            kind: the question, one of `fedtorch.inference.questions`.
             sent: tensors that all sites are sent.
             about: settings.
             each: tensors with a row per client `(K, ...)`, of which a site is sent those of its own.
@@ -138,9 +141,7 @@ class RemoteClients:
         Raises:
             RuntimeError: a site does not answer; the message says why.
         """
-        from fedtorch.inference.questions import QUESTIONS
-
-        return self._drive(after_fit.asked(self.session, outbox, QUESTIONS[question], sent, about, each or {}))[0]
+        return self._drive(after_fit.asked(self.session, outbox, kind, sent, about, each or {}))[0]
 
     def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
         """Return what leaves the sites; see `Clients.disclosed`."""

@@ -62,7 +62,7 @@ def conversation(
         sites: their names, to which envelopes go.
         answered: what it says in rounds.
     """
-    from fedtorch.inference.questions import QUESTIONS
+    from fedtorch.inference.questions import answered as answered_after
 
     def said(message: str, field: str, learns: Learns, of: str = SITE) -> Field:
         return Field(message, field, (), of, EXACT, SERVER, learns)
@@ -88,8 +88,7 @@ def conversation(
     if algorithm.predict is not None:
         yield said("evaluate", "sums.*", _SCORES, CLIENT)
     if algorithm.posterior is not None and not hidden:
-        for name in sorted(algorithm.posterior.questions & QUESTIONS.keys()):
-            kind = QUESTIONS[name]
+        for name, kind in sorted(answered_after(algorithm.posterior).items()):
             of = CLIENT if kind.by_client else f"{SITE}'s sum"
             yield said(f"ask {name}", "told*", _TOLD[kind.tells], of)
     yield from agreement()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.algorithm_cases import CLIENTS, Case
 from support.oracles.closed_forms import distance, linear, linear_clients, same_bits, sgd
 
 import fedtorch as ft
@@ -181,3 +182,14 @@ def test_bad_input() -> None:
         ft.without_server(ft.gtv(ft.least_squares(linear()), NETWORKS["ring"], 0.1), NETWORKS["ring"])
     with pytest.raises(ValueError, match="Expected messages of whole numbers"):
         ft.Run(ft.without_server(ft.fedavg(sgd(0.1)), NETWORKS["ring"]), data).step()
+
+
+CASES: dict[str, Case] = {
+    "without_server": Case(
+        lambda: ft.without_server(
+            ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2), ft.Network.ring(CLIENTS)
+        ),
+        start=torch.full((3,), 0.5).double(),
+        waits=8,  # the sums at six nodes; whether they are whole numbers, and messages finite
+    )
+}

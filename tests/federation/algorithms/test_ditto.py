@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -146,3 +147,11 @@ def test_wrong_settings_are_refused() -> None:
         ft.ditto(sgd(0.1), -1.0)
     with pytest.raises(ValueError, match="Expected a positive lr, but got 0"):
         ft.ditto(sgd(0.1), 1.0, lr=0.0)
+
+
+CASES: dict[str, Case] = {
+    "ditto": Case(
+        lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
+        waits=6,  # counts of rows and the history's numbers of both models; total weight, messages
+    )
+}

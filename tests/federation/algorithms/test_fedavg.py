@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -233,3 +234,9 @@ def test_wrong_settings_are_refused(settings: dict[str, float], message: str) ->
         ft.fedavg(sgd(0.1), **settings)
     with pytest.raises(ValueError, match=message):
         ft.personal_layers(sgd(0.1), "bias", **settings)
+
+
+CASES: dict[str, Case] = {
+    "fedavg": Case(lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4))),
+    "fedprox": Case(lambda: ft.fedprox(sgd(0.1, steps=2), 0.3)),
+}

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
+    NUMBERS,
     ROUNDING,
     client_tensors,
     distance,
@@ -123,3 +125,11 @@ def test_what_is_not_fedbn_is_refused() -> None:
         ft.fedbn(sgd(0.1))
     with pytest.raises(ValueError, match=r"'1\.running_mean' is averaged; use gradient_descent"):
         ft.fedbn(local(buffers="average"))
+
+
+def small() -> torch.nn.Module:
+    """A module with batch normalisation."""
+    return torch.nn.Sequential(linear(3, 2), torch.nn.BatchNorm1d(2, dtype=NUMBERS.get()), linear(2, 1, seed=1))
+
+
+CASES: dict[str, Case] = {"fedbn": Case(lambda: ft.fedbn(sgd(0.1, small(), steps=2, buffers="local")))}

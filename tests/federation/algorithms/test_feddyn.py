@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, sgd
 from torch import Tensor
 
@@ -146,3 +147,6 @@ def test_wrong_settings_are_refused() -> None:
     for alpha in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"Expected a positive alpha, but got {alpha}"):
             ft.feddyn(sgd(0.1), alpha)
+
+
+CASES: dict[str, Case] = {"feddyn": Case(lambda: ft.feddyn(ft.least_squares(linear()), 3.0))}

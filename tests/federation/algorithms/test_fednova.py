@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, sgd
 from torch import Tensor
 
@@ -69,3 +70,11 @@ def test_exact_local_solvers_are_refused() -> None:
         ft.run(ft.fednova(ft.least_squares(linear())), ft.InProcess(linear_clients(SIZES)), rounds=1)
     with pytest.raises(ValueError, match="Expected a positive lr, but got 0"):
         ft.fednova(sgd(0.1), lr=0)
+
+
+CASES: dict[str, Case] = {
+    "fednova": Case(
+        lambda: ft.fednova(sgd(0.05, epochs=1, batch_size=4)),
+        waits=6,  # whether all have taken steps; two means
+    )
+}

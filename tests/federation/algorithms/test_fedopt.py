@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, same_bits, sgd
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam
@@ -201,3 +202,12 @@ def test_what_cannot_be_saved_or_run_is_refused() -> None:
         ft.fedopt(sgd(0.1), lambda p: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="Expected lr > 0, eps > 0 and betas"):
         ft.fedyogi(sgd(0.1), lr=-1.0)
+
+
+CASES: dict[str, Case] = {
+    # What the server's optimiser holds is one wait more than usual.
+    "fedadagrad": Case(lambda: ft.fedadagrad(sgd(0.1, steps=2)), waits=5),
+    "fedadam": Case(lambda: ft.fedadam(sgd(0.1, steps=2)), waits=5),
+    "fedopt": Case(lambda: ft.fedopt(sgd(0.1, steps=2), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)), waits=5),
+    "fedyogi": Case(lambda: ft.fedyogi(sgd(0.1, steps=2)), waits=5),
+}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -93,3 +94,6 @@ def test_a_lightning_modules_own_optimiser_is_not_used() -> None:
 def test_a_wrong_rate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected a positive lr, but got -0\.1"):
         fedsgd(-0.1)
+
+
+CASES: dict[str, Case] = {"fedsgd": Case(lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error))}

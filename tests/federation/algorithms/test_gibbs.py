@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import distance, linear_clients, same_bits
 from support.oracles.sampled import sampled
 from support.small_federations import trainer
@@ -235,3 +236,11 @@ def test_a_lightning_trainer_runs_it_too() -> None:
     resumed.load_state_dict(federation.state_dict())
     trainer(max_epochs=2).fit(resumed)
     assert same_bits(resumed.server, ft.run(algorithm, ft.InProcess(data), START, seed=3, rounds=6).last.server)
+
+
+CASES: dict[str, Case] = {
+    "gibbs": Case(
+        lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
+        start=torch.full((3,), 0.5).double(),
+    )
+}

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize
-from support.oracles.closed_forms import ROUNDING, client_tensors, clock_clients, distance, linear_clients, same_bits
+from support.algorithm_cases import Case
+from support.oracles.closed_forms import (
+    NUMBERS,
+    ROUNDING,
+    client_tensors,
+    clock_clients,
+    distance,
+    linear_clients,
+    same_bits,
+)
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -598,3 +607,13 @@ def test_the_summary_has_means_and_sds_over_devices() -> None:
     assert some[["sd", "low", "high"]].isna().all(axis=None)  # two devices have not been heard
     assert some["n"].tolist() == [36, 36, 2, 2, 36]
     assert list(table["n"]) == [36, 36, 4, 4, 36]
+
+
+CASES: dict[str, Case] = {
+    "matrix_normal": Case(
+        lambda: ft.matrix_normal(
+            ft.least_squares(LinearHead(3, dtype=NUMBERS.get()), steps=4), covariance=inverse_wishart(alpha=0.7)
+        ),
+        waits=11,  # the rank, the steps of a bisection, two singular value problems; whether the noise is known
+    )
+}

@@ -11,6 +11,7 @@ import pandas
 import pytest
 import torch
 from scipy.optimize import minimize
+from support.algorithm_cases import Case
 from torch import Tensor
 
 import fedtorch as ft
@@ -522,3 +523,11 @@ def test_an_empty_cell_is_named_and_all_else_is_as_without_its_column(family: st
     np.testing.assert_allclose(tables[0].loc[without.index, "estimate"], without["estimate"], rtol=1e-5, atol=1e-6)
     named = [name for name in without.index if name != "sigma"]
     np.testing.assert_allclose(tables[0].loc[named, "sd"], without.loc[named, "sd"], rtol=1e-3)
+
+
+CASES: dict[str, Case] = {
+    "maximum_likelihood": Case(
+        lambda: ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(3))),
+        waits=5,  # whether to start; whether all answered, whether messages are finite; eigenvalues
+    )
+}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from support.algorithm_cases import Case
 from support.gaps import clients, fit
 from support.oracles.closed_forms import distance
 
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.models.gibbs import imputation
 
 
@@ -36,3 +38,12 @@ def test_chunks_and_permuted_clients() -> None:
     found = fit(data, 5)
     for other in (fit(data, 5, chunk=1), fit(data.select([2, 0, 1]), 5)):
         assert distance(found, other) < 1e-12
+
+
+CASES: dict[str, Case] = {
+    "normal_em": Case(
+        normal_em,
+        start=imputation.Normal(torch.zeros(4).double(), torch.eye(4).double()),
+        rows=lambda data: imputation.incomplete(list(data)),
+    )
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -169,3 +170,6 @@ def test_wrong_patterns_are_refused() -> None:
     for everything in ("*", ["0.*", "2.*"]):
         with pytest.raises(ValueError, match=r"Expected some parameters to remain shared.*use ft\.separate"):
             ft.personal_layers(sgd(0.1, network()), everything)
+
+
+CASES: dict[str, Case] = {"personal_layers": Case(lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"))}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import (
     ROUNDING,
     distance,
@@ -177,3 +178,11 @@ def test_an_exact_local_solver_is_refused() -> None:
         ft.Run(ft.scaffold(ft.least_squares(linear())), ft.InProcess(linear_clients(SIZES))).step()
     with pytest.raises(ValueError, match="Expected a positive lr, but got 0"):
         ft.scaffold(sgd(0.1), lr=0.0)
+
+
+CASES: dict[str, Case] = {
+    "scaffold": Case(
+        lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
+        waits=5,  # whether all have taken steps
+    )
+}

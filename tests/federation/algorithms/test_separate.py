@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.algorithm_cases import Case, pool
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -151,3 +152,9 @@ def test_a_lost_message_changes_nothing() -> None:
 def test_several_clients_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected one client with all rows, but got 6; pool them with data\.pool"):
         ft.Run(ft.pooled(sgd(0.1)), ft.InProcess(linear_clients(SIZES))).step()
+
+
+CASES: dict[str, Case] = {
+    "pooled": Case(lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)), rows=pool),
+    "separate": Case(lambda: ft.separate(sgd(0.1, steps=2))),
+}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, same_bits, sgd
+from support.algorithm_cases import Case
+from support.oracles.closed_forms import NUMBERS, ROUNDING, distance, linear, linear_clients, same_bits, sgd
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -183,3 +184,19 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     far = {name: torch.full_like(part, 1e308) for name, part in steep.start.items()}
     with pytest.raises(ValueError, match=r"client 0.*Expected finite features, but the shared body gives NaN or Inf"):
         ft.run(steep, ft.InProcess(DATA), far, rounds=1)
+
+
+def small() -> ft.Algorithm:
+    """A body of two features under heads by HM1."""
+    body = torch.nn.Sequential(linear(3, 2), torch.nn.Tanh())
+    head = ft.LinearHead(2, body, given=True, dtype=NUMBERS.get())
+    heads = ft.matrix_normal(ft.least_squares(ft.LinearHead(3, intercept=False, dtype=NUMBERS.get())))
+    return ft.shared_body(sgd(0.1, head, steps=2, buffers="local"), heads)
+
+
+CASES: dict[str, Case] = {
+    "shared_body": Case(
+        small,
+        waits=24,  # those of its heads, here HM1's, and of their rows that are made anew; finite features
+    )
+}

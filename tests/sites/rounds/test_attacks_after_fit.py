@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.inference import checks
+from fedtorch.inference.questions import QUESTIONS
 from fedtorch.models.hierarchical import generalised, linear, normal
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import site as meeting_site, sites as meeting
@@ -54,7 +55,7 @@ def hosted(x: Tensor, y: Tensor, make: Callable[[], ft.Algorithm], policy: Polic
 def asked(run: ft.Run, question: str, sent: dict[str, Tensor] | None = None, **about: Any) -> Any:
     """What the site tells of what it is sent."""
     more = {} if sent is None else {**sent, "key": ft.random.key(0)}
-    return run.clients.ask(run.outbox, question, more, about)
+    return run.clients.ask(run.outbox, QUESTIONS[question], more, about)
 
 
 def normals(seed: int, *size: int) -> Tensor:

@@ -20,6 +20,7 @@ from fedtorch import random
 from fedtorch.federation.runs.cohorts import RoundKeys
 from fedtorch.federation.solvers.batches import PERMUTATIONS
 from fedtorch.federation.turn import Turn
+from fedtorch.inference.checks import MEANS
 from fedtorch.models.hierarchical import generalised, normal
 from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.random.named import numbers
@@ -157,7 +158,7 @@ def replicated(policy: Policy, draws: int = 800) -> int:
     run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
     run.step()
     phi, key = torch.tensor([0.0, 2.0]).double().expand(draws, 2).clone(), ft.random.key(7)
-    told = run.clients.ask(run.outbox, "means", {"phi": phi, "key": key}, {})["replicated"][0]
+    told = run.clients.ask(run.outbox, MEANS, {"phi": phi, "key": key}, {})["replicated"][0]
     of_rows = random.split(random.fold_in(key, numbers(data.names)), 2)[1]
     uniform = random.uniform(random.fold_in(of_rows[:, None], torch.arange(ROWS)), (draws,), torch.float64)[0].mT
     yes = lambda eta: LOGISTIC.draw(uniform, torch.full_like(uniform, eta), torch.ones_like(uniform))
@@ -187,7 +188,7 @@ def test_a_question_has_the_same_draws_again_and_another_has_others() -> None:
 
     def told(intercept: float, key: int = 0, run: ft.Run = whole) -> Tensor:
         phi = torch.tensor([intercept, 0.0]).double().expand(50, 2).clone()
-        answer: dict[str, Tensor] = run.clients.ask(run.outbox, "means", {"phi": phi, "key": ft.random.key(key)}, {})
+        answer: dict[str, Tensor] = run.clients.ask(run.outbox, MEANS, {"phi": phi, "key": ft.random.key(key)}, {})
         return answer["replicated"]
 
     assert torch.equal(told(0.0), told(0.0))

@@ -22,6 +22,8 @@ from support.sites import Carried, carry_of, offers, servers_keys
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.algorithms.matrix_normal.posterior import FACTORS
+from fedtorch.inference.comparison import DENSITIES
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, join, masked, sealed
 from fedtorch.sites.rounds import frames, session as session_of_sites, sites as meeting
@@ -333,7 +335,7 @@ def test_log_densities_of_few_rows_are_over_one_cavity() -> None:
         if not one:
             elsewhere(run)
         sent = {"phi": torch.zeros(2, 3).double(), "key": ft.random.key(0)}
-        return run.clients.ask(run.outbox, "densities", sent, {"method": "waic"})["elpd"][0]
+        return run.clients.ask(run.outbox, DENSITIES, sent, {"method": "waic"})["elpd"][0]
 
     assert told(1).isfinite()
     assert told(10, one=True).isfinite()
@@ -349,7 +351,7 @@ def test_sums_over_devices_that_the_server_weighs_are_held_by_each_devices_rows(
 
     def asked(minimum: int) -> Any:
         run = on_sites(make, linear_clients([3, 40]), Policy(minimum=minimum, after_fit=("effects",)))
-        return run.clients.ask(run.outbox, "factors", {"multiple": torch.full((1,), 1e-9).double()}, {}, each)
+        return run.clients.ask(run.outbox, FACTORS, {"multiple": torch.full((1,), 1e-9).double()}, {}, each)
 
     assert asked(3).right.isfinite().all()
     for minimum in (4, 10):

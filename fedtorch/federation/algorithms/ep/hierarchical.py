@@ -44,7 +44,6 @@ _POINTS, _FOR_OTHERS = 256, 1024  # nodes of φ, at least: for deviations of sit
 _NUMBERS = 2**23  # most numbers in covariances of sites that are processed together
 _SPARE = 8  # factor of draws from a restricted density
 _SEED = 0  # seed of the draws for ArviZ
-_CHECKS = ("calibration", "powers", "histogram", "means")
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,6 @@ class Sites(Named):
 class Hierarchical(Sites, Shared):
     """The posterior of a model with named coefficients: the shared ones, and each client's own."""
 
-    questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
-
     def shared(self, run: Run, tolerance: float) -> Moments:
         """Return the moments of q(φ)."""
         q = shared_posterior(run, tolerance=tolerance)
@@ -188,22 +185,25 @@ class Hierarchical(Sites, Shared):
         posterior = linear_devices.adapted(self.model, q, block)
         return self._sites(run, tuple(data.names), _with_known_noise(self.model, posterior, self.model.prepare(block)))
 
-    def draws(
-        self, run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int, *, even: bool = False
-    ) -> Draws:
-        """Return draws of φ, of q(φ) or of the corrected posterior; `even` ones of q(φ) are spread evenly over it."""
+    def draws(self, run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Draws:
+        """Return draws of φ, of q(φ) or of the corrected posterior."""
         model, key = self.model, random.fold_in(random.key(seed), 0)
         self._family()
         if given is not None:
             places = (torch.arange(draws).to(given.weights) + 0.5) / draws
             return given_shared(model, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
         q = shared_posterior(run, tolerance=tolerance)
-        if even:
-            nodes, _ = spread_nodes(Moments(q.mean, q.covariance_matrix), draws)
-            return given_shared(model, nodes, random.key(seed))
         count = draws if model.ordered is None else _SPARE * draws
         white = random.normal(random.fold_in(random.key(seed), 1), (count, len(q.mean)), torch.float64).to(q.mean)
         return given_shared(model, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
+
+    def even_draws(self, run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Draws:
+        """Return draws spread evenly over q(φ), or those of the corrected posterior."""
+        if given is not None:
+            return self.draws(run, draws, given, tolerance, seed)
+        self._family()
+        nodes, _ = spread_nodes(self.shared(run, tolerance), draws)
+        return given_shared(self.model, nodes, random.key(seed))
 
     def evidence(self, run: Run, *, each: bool = False, tolerance: float = 0.01) -> Tree:
         """Return log p(a client's rows | the others'), by its cavity; sums of it and of its squares, or `each`."""
@@ -365,9 +365,24 @@ def _posteriors(form: Form) -> DevicePosterior:
 
 _NODES = ("phi", "weights")
 COEFFICIENTS = Kind(
-    "coefficients", "effects", _coefficients, _posteriors, _NODES, ("deviations", "linear"), by_client=True
+    "coefficients",
+    "effects",
+    _coefficients,
+    _posteriors,
+    _NODES,
+    ("deviations", "linear"),
+    by_client=True,
+    answered_by=lambda posterior: isinstance(posterior, Sites),
 )
-DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, (*_NODES, *Natural._fields), by_client=True)
+DEVIATIONS = Kind(
+    "deviations",
+    "effects",
+    _deviations,
+    _posteriors,
+    (*_NODES, *Natural._fields),
+    by_client=True,
+    answered_by=lambda posterior: isinstance(posterior, Hierarchical),
+)
 NOISE = Kind("noise", "effects", _noise, lambda form: torch.empty(form.clients, dtype=torch.float64), by_client=True)
 
 
@@ -393,4 +408,5 @@ EVIDENCE = Kind(
     _evidence,
     lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double()),
     alone=True,  # of two clients a sum and a sum of squares are both numbers
+    answered_by=lambda posterior: isinstance(posterior, Hierarchical),
 )

@@ -16,8 +16,8 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
-from fedtorch.federation.posterior import Coefficients, Named
-from fedtorch.federation.runs.holders import at_clients
+from fedtorch.federation.posterior import Coefficients, Named, Posterior
+from fedtorch.federation.runs.holders import Form, Holder, Kind, at_clients
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients, own_names
 from fedtorch.models.gaussian import Moments
@@ -76,7 +76,7 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
     if not _at_sites(run):
         return posterior(_statistics(run), noise, covariance, known=known)
     given, sent, each = _factors(run, noise, covariance)
-    return run.clients.ask(run.outbox, "devices", {**sent, **given._asdict()}, {"known": known}, each)
+    return run.clients.ask(run.outbox, DEVICES, {**sent, **given._asdict()}, {"known": known}, each)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Correlated(Named):
 
     noise: Any = None
     family: str = "gaussian"
-    questions = frozenset(("factors", "devices", "average"))
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the devices."""
@@ -147,7 +146,7 @@ def _average(run: Any, *, known: bool) -> Moments:
     if not _at_sites(run):
         return average(_statistics(run), noise, covariance, known=known)
     given, sent, each = _factors(run, noise, covariance)
-    cross = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
+    cross = run.clients.ask(run.outbox, AVERAGE, {**sent, **given._asdict()}, {"known": known}, each)
     return mean_of(cross, given, len(noise))
 
 
@@ -162,10 +161,10 @@ def _factors(run: Any, noise: Tensor, covariance: LowRank) -> tuple[Factors, dic
     """Return the factors from the sites' sums; the common inputs of all sites; and each site's own inputs, `(K, …)`."""
     a, vectors, values = covariance.trimmed()
     sent, each = {"multiple": a.reshape(1)}, {"noise": noise, "factor": vectors * values.sqrt()}
-    return factors(run.clients.ask(run.outbox, "factors", sent, {}, each), covariance), sent, each
+    return factors(run.clients.ask(run.outbox, FACTORS, sent, {}, each), covariance), sent, each
 
 
-def _units(holder: Any, sent: Mapping[str, Tensor]) -> Units:
+def _units(holder: Holder, sent: Mapping[str, Tensor]) -> Units:
     """Return each holder's devices."""
     known = partial(device_statistics, holder.algorithm)
     return Units(holder.evaluate(holder.data, known), sent["noise"], sent["factor"], sent["multiple"])
@@ -175,24 +174,26 @@ def _given(sent: Mapping[str, Tensor]) -> Factors:
     return Factors(sent["inner"], sent["shared"], sent["precision"])
 
 
-def tell_sums(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Sums:
+def _tell_sums(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Sums:
     """Return a site's sums over its devices, which determine the factors."""
     return sums(_units(holder, sent))
 
 
-def tell_devices(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
+def _tell_devices(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
     """Return the posterior of each of a site's devices."""
     return posterior_of(_units(holder, sent), _given(sent), known=bool(about["known"]))
 
 
-def tell_average(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Averaged:
+def _tell_average(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Averaged:
     """Return a site's part of the mean of all devices' coefficients."""
     return averaged(_units(holder, sent), _given(sent), known=bool(about["known"]))
 
 
-def room_for(form: Any) -> tuple[Sums, DevicePosterior, Averaged]:
+def _room(form: Form) -> tuple[Sums, DevicePosterior, Averaged]:
     """Return the shapes of a site's answers to a question of this form."""
-    size, rank = form.algorithm.module.coefficients.numel(), form.sent["factor"].shape[1]
+    head = form.algorithm.module
+    assert isinstance(head, LinearHead)
+    size, rank = head.coefficients.numel(), form.sent["factor"].shape[1]
     new = partial(torch.empty, dtype=torch.float64)
     one, means = new(form.clients, 1), new(form.clients, 1, size)
     return (
@@ -200,6 +201,43 @@ def room_for(form: Any) -> tuple[Sums, DevicePosterior, Averaged]:
         DevicePosterior(one, means, new(form.clients, 1, size, size), one),
         Averaged(new(size), new(size, size), new(size, rank * size)),
     )
+
+
+def _is_correlated(posterior: Posterior) -> bool:
+    return isinstance(posterior, Correlated)
+
+
+_UNITS, _KNOWN = ("multiple", "noise", "factor"), ("known",)
+_GIVEN = (*_UNITS, *Factors._fields)
+FACTORS = Kind(
+    "factors",
+    "effects",
+    _tell_sums,
+    lambda form: _room(form)[0],
+    _UNITS,
+    alone=True,
+    answered_by=_is_correlated,
+)
+DEVICES = Kind(
+    "devices",
+    "effects",
+    _tell_devices,
+    lambda form: _room(form)[1],
+    _GIVEN,
+    _KNOWN,
+    by_client=True,
+    answered_by=_is_correlated,
+)
+AVERAGE = Kind(
+    "average",
+    "effects",
+    _tell_average,
+    lambda form: _room(form)[2],
+    _GIVEN,
+    _KNOWN,
+    alone=True,
+    answered_by=_is_correlated,
+)
 
 
 # -- where rows are ----------------------------------------------------------------------------------------------------

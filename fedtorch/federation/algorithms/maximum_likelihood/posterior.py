@@ -45,7 +45,6 @@ class Maximised(Sites):
 
     model: Any = None
     restricted: bool = False
-    questions = frozenset({"coefficients", "variables", "effects"})
 
     def shared(self, run: Run, tolerance: float) -> Moments:
         """Return φ̂, and the covariance of the means given the variances."""
@@ -87,10 +86,8 @@ class Maximised(Sites):
             means.to(q.mean) @ q.covariance[:m, :m] @ means.to(q.mean).mT,
         )
 
-    def draws(self, run: Run, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
+    def even_draws(self, run: Run, draws: int, given: Any, tolerance: float, seed: int) -> Draws:
         """Return draws of μ given the variances, for means; predictions that leave rows out need another ζ̂."""
-        if not even:
-            return super().draws(run, draws, given, tolerance, seed)
         _refuse(given)
         self._family()
         q, m = self.shared(run, tolerance), self.model.hierarchy.mean.shape[1]

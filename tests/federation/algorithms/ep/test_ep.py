@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles.closed_forms import ROUNDING, distance
 from support.oracles.normal_factors import conjugate
 from torch import Tensor
@@ -523,3 +524,11 @@ def test_the_effective_size_is_that_of_variances_too() -> None:
     weights, away = torch.full((1000,), 1e-3).double(), random.normal(random.key(0), (1000, 1), torch.float64)
     assert 800 < effective(weights, away) <= 1000
     assert effective(weights, torch.cat([away[:990], 100 * away[990:]])) < 40
+
+
+CASES: dict[str, Case] = {
+    "ep": Case(
+        lambda: ft.ep(hierarchical.linear(hierarchical.normal(3, random=[0, 2]))),
+        waits=10,  # whether to start or to go back; whether nodes have settled; version, pace; history's numbers
+    )
+}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.algorithm_cases import CLIENTS, Case
 from support.oracles.closed_forms import same_bits
 from torch import Tensor
 
@@ -126,3 +127,6 @@ def test_what_is_refused() -> None:
         ft.run(regular(width=3), ft.InProcess(ROWS), rounds=1)
     with pytest.raises(ValueError, match="as many nodes as there are clients, 12, but got 5"):
         ft.Run(ft.edge_weights(ft.Network.ring(5), WIDTH, degree=1), ft.InProcess(ROWS))
+
+
+CASES: dict[str, Case] = {"edge_weights": Case(lambda: ft.edge_weights(ft.Network.ring(CLIENTS), width=4, degree=1))}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.algorithm_cases import CLIENTS, Case
 from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
@@ -341,3 +342,10 @@ def test_a_key_draws_the_active_sets() -> None:
     found = ft.run(algorithm, ft.InProcess(BARE), cohort=active, seed=3, rounds=150).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
     assert int(active(random.key(0), 0).numel()) <= N
+
+
+CASES: dict[str, Case] = {
+    "gtv": Case(
+        lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(CLIENTS), {"weight": 0.5, "bias": 0.2})
+    )
+}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.algorithm_cases import CLIENTS, Case
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import same_bits
@@ -161,3 +162,8 @@ def test_what_is_refused() -> None:
     empty = ft.data.FederatedData((torch.ones(3, 1),), torch.tensor([1, 0, 2]), allow_empty=True)
     with pytest.raises(ValueError, match="expected rows, the mean of which is the node's vector"):
         ft.run(ft.neighbour_search(ft.Network.ring(3), 1, 1), ft.InProcess(empty), rounds=1)
+
+
+CASES: dict[str, Case] = {
+    "neighbour_search": Case(lambda: ft.neighbour_search(ft.Network.ring(CLIENTS), k=3, width=4, relay=1))
+}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
-from support.oracles.closed_forms import ROUNDING, copy_of, distance, same_bits
+from support.algorithm_cases import CLIENTS, Case
+from support.oracles.closed_forms import NUMBERS, ROUNDING, copy_of, distance, same_bits
 from support.oracles.gtv_problems import bare_linear_clients, weighted_network
 from torch import Tensor
 
@@ -111,3 +112,12 @@ def test_what_does_not_fit_is_refused() -> None:
     holes = ft.data.FederatedData((x, y), torch.tensor([11, 0, 9, 5, 12]), allow_empty=True)
     with pytest.raises(ValueError, match="Client '1': expected rows to fit, but got none"):
         ft.Run(gtv_regressors(lines, NETWORK, 1.0, INPUTS), ft.InProcess(holes), {}).step()
+
+
+CASES: dict[str, Case] = {
+    "gtv_regressors": Case(
+        lambda: ft.gtv_regressors(LinearRegression, ft.Network.ring(CLIENTS), 0.5, torch.eye(3, dtype=NUMBERS.get())),
+        start={},
+        waits=7,  # scikit-learn's arguments: rows x and y, what neighbours say, their weights, counts
+    )
+}

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracles.closed_forms import client_tensors, distance
+from support.algorithm_cases import CLIENTS, Case
+from support.oracles.closed_forms import NUMBERS, client_tensors, distance
 from torch import Tensor
 
 import fedtorch as ft
@@ -520,3 +521,21 @@ def test_settings_and_data_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ft.Run(mixed, ft.InProcess(ft.data.from_tensors([(x, y, *extra)]))).step()
+
+
+def unit() -> torch.nn.Module:
+    """A multi-output Gaussian process of one unit."""
+    inducing = torch.tensor([[-1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [1.0, -1.0, 0.0]], dtype=NUMBERS.get())
+    return ConvolvedGP(inducing)
+
+
+CASES: dict[str, Case] = {
+    "fedmgp": Case(
+        lambda: ft.fedmgp(unit(), steps=2, accept_disclosure=True),
+        waits=6,  # whether units have yet to start; whether factors were found, theirs and the server's
+    ),
+    "fedmgp_average": Case(
+        lambda: ft.fedmgp_average(unit(), units=CLIENTS, steps=2),
+        waits=5,  # whether factors were found
+    ),
+}

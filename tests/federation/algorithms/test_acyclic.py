@@ -7,6 +7,7 @@ from itertools import permutations, product
 
 import pytest
 import torch
+from support.algorithm_cases import Case
 from support.oracles import calibration, geweke
 from support.oracles.closed_forms import same_bits
 from torch import Tensor
@@ -195,3 +196,10 @@ def test_bad_input_is_refused() -> None:
         ft.run(ft.acyclic_graphs(), data, graphical.start(3), rounds=1)
     with pytest.raises(ValueError, match="Expected a start of 6 coefficients"):
         ft.run(ft.acyclic_graphs(1), data, graphical.start(4), rounds=1)
+
+
+CASES: dict[str, Case] = {
+    "acyclic_graphs": Case(
+        lambda: ft.acyclic_graphs(1, spreads=(0.2,)), graphical.start(3), lambda data: data.map(lambda rows: rows[0])
+    )
+}
