@@ -30,7 +30,7 @@ from fedtorch.sites.rounds.past_sums import digest_of_start
 from fedtorch.sites.rounds.plan import Lost
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.secure.halves import client_half, server_half
-from fedtorch.sites.secure.masked import Found, Masked, Parties
+from fedtorch.sites.secure.masked import Masked, Parties, Summand
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
 from fedtorch.sites.secure.server import Server
 from fedtorch.tree import Tree
@@ -218,7 +218,7 @@ def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing
 
 
 def site_half(
-    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, found: Found, guard: Guard
+    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, summand: Summand, guard: Guard
 ) -> Half:
     """Return a site's half of one sum.
 
@@ -244,7 +244,7 @@ def site_half(
     names = {each.first + 1: each.name for each in speakers}
     guard(frozenset(names.values()), confirmed=False)
     parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
-    client = masks.party(parties, speakers[place].first + 1, keys.signing, found)
+    client = masks.party(parties, speakers[place].first + 1, keys.signing, summand)
 
     def answer(phase: int, payload: bytes) -> bytes:
         said = client.answer(phase, payload)

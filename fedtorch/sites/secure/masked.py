@@ -45,12 +45,12 @@ _FEW = 65  # sites that can all mask with one another
 _SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
 
 
-class Found(NamedTuple):
-    """Holds what a site's clients have for a sum."""
+class Summand(NamedTuple):
+    """The messages of a site's clients in a masked sum."""
 
     rows: RowsOf
-    whole: bool  # whether each of them has a message, all of whose numbers are finite
-    largest: float  # of the server's numbers, in size, from which they were computed
+    whole: bool  # whether each client has a message and all its numbers are finite
+    largest: float  # largest magnitude that the server sent to these clients
 
 
 class Parties(NamedTuple):
@@ -169,26 +169,26 @@ class Masked:
         one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), summed)
         return tree.map(as_aggregate, like(numbers, one), is_leaf=(Mean, Sum))
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: Found) -> Client:
+    def party(self, parties: Parties, number: int, signing: bytes, summand: Summand) -> Client:
         """Return a site's part, whose secrets are of the operating system and of this sum alone.
 
         It answers whatever its clients' numbers are, as that would be told by a refusal. Numbers beyond the grid add up
         modulo 2⁶⁴. Where a message is missing or not finite, all words are chance, which an own number of the sum says,
         and the server learns that it was so at some site.
         """
-        summed = tree.map(as_sums, found.rows.message, is_leaf=(Mean, Sum))
+        summed = tree.map(as_sums, summand.rows.message, is_leaf=(Mean, Sum))
         values, width = rows(summed).cpu(), self.grid.width
         weigh = lambda node: node._replace(weight=node.weight.double()) if isinstance(node, Mean) else node
-        exactly_weighed = tree.map(weigh, found.rows.message, is_leaf=(Mean, Sum))
+        exactly_weighed = tree.map(weigh, summand.rows.message, is_leaf=(Mean, Sum))
         session, entropy = self._session(parties, values), from_system()
         drawn = entropy.words(Purpose(parties.run, 0, parties.attempt, f"digits of {number}", b""), session.size)
         check, draws = drawn.split([width, session.size - width])
-        if found.whole and self.grid.has(values):
+        if summand.whole and self.grid.has(values):
             check, draws = (
                 torch.zeros_like(check),
-                self.grid.total(values, draws, found.largest, digits_of(exactly_weighed)),
+                self.grid.total(values, draws, summand.largest, digits_of(exactly_weighed)),
             )
-            if beyond := _beyond(self.grid, found.rows.ids, summed):
+            if beyond := _beyond(self.grid, summand.rows.ids, summed):
                 _LOG.warning("the sum under masks may be lost: client %d: %s", int(beyond.ids[0]), beyond.message)
         key = Ed25519PrivateKey.from_private_bytes(signing)
         return Client(session, number, key, entropy, torch.cat([check, draws]))

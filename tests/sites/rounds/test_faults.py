@@ -523,7 +523,7 @@ def test_a_site_says_what_is_not_for_it() -> None:
     assert "expected one of ['ask', 'envelopes', 'evaluate', 'round', 'total'], but got 'fetch'" in reason(
         frames.encode("fetch", run=run, sequence=5)
     )
-    assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
+    assert "have no persistent contributions" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
     assert tree.leaves(made.run().clients.state_dict())
 
 

@@ -448,7 +448,7 @@ def test_under_masks_nothing_is_told_of_a_fit() -> None:
     run = federation.run()
     run.step()
     federation.frames.clear()
-    with pytest.raises(RuntimeError, match="lets the server read nothing"):
+    with pytest.raises(RuntimeError, match="hides all messages from the server"):
         ft.inference.ranef(run, tolerance=torch.inf)
     assert [frames.read(reply, name).kind for name, reply in federation.frames] == ["refusal"] * 3
     assert len(run.summary(tolerance=torch.inf)) == 6, "what all share is the server's"
