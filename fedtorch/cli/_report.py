@@ -36,7 +36,7 @@ def _say(options: argparse.Namespace) -> None:
     from fedtorch.sites.rounds import status
 
     while True:
-        said = [status.in_words(path) for path in status.found(options.folder)]
+        said = [status.in_words(path) for path in status.status_files(options.folder)]
         print("\n".join(said), flush=True)
         if not options.watch or all(": over, " in each for each in said):
             return

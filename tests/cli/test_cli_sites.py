@@ -166,7 +166,7 @@ policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), ro
     file.write_text(file.read_text().replace("minimum=10", "minimum=1"))
     assert cli.main(["join", "--check", "--data", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "a number may be of one row" in said
+    assert "a number may come from a single row" in said
     assert "Before a run: clients' names and row counts" in said
     assert "Expected HOST:PORT" in refused(capsys, "join", "--data", str(file))
     assert "Expected --data FILE with --check" in refused(capsys, "join", "--check", "--half", "half.py")

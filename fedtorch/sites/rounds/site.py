@@ -227,7 +227,7 @@ class Site:
         """Return the first frame of a stream, which announces the site; `again` repeats it on an open stream."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        rows, joined = behind(self.configuration).counts_told(), _is_joined(self.configuration)
+        rows, joined = behind(self.configuration).reported_counts(), _is_joined(self.configuration)
         # A later, smaller count would disclose how many rows were left out for missing cells.
         if data.design is None and self.configuration.missing == "drop":
             rows = [0] * len(data)

@@ -362,9 +362,9 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"clients": ["x", "y"]}, "with which 'b' first came"),
-        ({"rows": [9, 5]}, "with which 'b' first came"),
-        ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "with which 'b' first came"),
+        ({"clients": ["x", "y"]}, "that 'b' first reported"),
+        ({"rows": [9, 5]}, "that 'b' first reported"),
+        ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "that 'b' first reported"),
         ({"protocol": 1}, "speaks protocol 5, but 'b' speaks 1; install the same version"),
     ],
 )
@@ -382,7 +382,7 @@ def test_the_run_goes_on_without_a_site_that_comes_back_as_another(
     assert ("b" in made.host.dropped) == ("protocol" in change)
     if "protocol" not in change:
         assert made.host.sites["b"].unlisted
-        assert any("first came" in each.getMessage() for each in caplog.records if each.name.endswith("_site_log"))
+        assert any("first reported" in each.getMessage() for each in caplog.records if each.name.endswith("_site_log"))
 
 
 def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -599,7 +599,7 @@ def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
 
 
 def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
-    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).counts_told()
+    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).reported_counts()
     assert count(3, 40, 1, 9, 50) == [5, 40, 4, 4, 50]
     assert count(1, 40, 20, 0) == [11, 40, 10, 0]  # with the next fewest, for of one row no sum is told
     assert count(30, 40) == [30, 40]

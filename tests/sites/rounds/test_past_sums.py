@@ -265,7 +265,7 @@ def test_totals_are_not_told_by_a_site_that_went_back(tmp_path: Path) -> None:
     after, run.clients.session.kept[3] = run.clients.session.kept[3], kept
     assert run.clients.total() is None
     assert "'d' has gone back" not in run.population.troubles
-    assert "has gone back behind a sum" in run.population.troubles["d"]
+    assert "has returned to a state before a sum" in run.population.troubles["d"]
     run.clients.session.kept[3] = after
     assert run.clients.total() is not None
     run.clients.session.kept[3] = kept
