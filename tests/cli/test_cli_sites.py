@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
     authority: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "Expected a name of 1 to 63" in refused(capsys, "invite", "../a", "--authority", authority, "--at", "h:1")
-    assert "Expected a whole token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
+    assert "Expected a complete token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
     here = str(tmp_path / "a")
     join = ["join", "h:1", "--identity", here, "--data"]
     assert "make one with `fedtorch enrol`" in refused(capsys, *join, "my_data.py")

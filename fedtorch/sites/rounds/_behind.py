@@ -142,8 +142,8 @@ class Behind:
         few = self._together(ids, taken) < self.least if additive else len(self.few(ids, taken)) > 0
         if few and bool((self._of(ids, taken) > 0).any()):
             raise Refusal(
-                f"the site answers with numbers of at least {self.least} {self._what}, and a round's batches have only "
-                f"{taken} of a client; take larger batches, more steps, or epochs; {_ALLOWED}"
+                f"the site answers with numbers of at least {self.least} {self._what}, and a round's batches have as "
+                f"few as {taken} of a client; take larger batches, more steps, or epochs; {_ALLOWED}"
             )
 
     def check_first(self, ids: Tensor) -> None:

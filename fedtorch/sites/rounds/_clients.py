@@ -47,8 +47,8 @@ class RemoteClients:
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
         self.plan, self.algorithm, self.over = plan, algorithm, False
         keeps = plan.withdrawals and algorithm.told is not None and algorithm.exchange.additive
-        nothing = algorithm.exchange.finish(totals.told_by(algorithm, state, 0)).value if keeps else None
-        self._account, self._recording = Account(len(plan.sites.names), nothing), ServerRecording(plan, algorithm)
+        zero = algorithm.exchange.finish(totals.initial_total(algorithm, state, 0)).value if keeps else None
+        self._account, self._recording = Account(len(plan.sites.names), zero), ServerRecording(plan, algorithm)
         self._ask = self._recording.around(plan.sites.ask)
         self.session = ServerSession(plan, algorithm, state, self._account, self._recording)
         self._pace, self._done = Pace(), 0

@@ -591,7 +591,7 @@ class SiteSession:
         inboxes, came = frames.decode_inboxes(frame, like, self._everybody, beside, known)
         blobs = frames.plain(came["blobs"])
         if self._envelopes is not None:
-            inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._contributions(), inboxes.ids))
+            inboxes = inboxes._replace(inbox=self._envelopes.inboxes(blobs, self._contributions(), inboxes.ids))
         check_sizes({"inbox": inboxes.inbox, "more": came["more"]})
         self._largest = largest_of(inboxes.inbox)
         if self.clients.device.type != "cpu":

@@ -216,7 +216,7 @@ class Site:
         site has no frame and sends its clients' own names.
         """
         names = configuration.data.names
-        aliases = self._names.told(names, _is_joined(configuration))
+        aliases = self._names.aliases(names, _is_joined(configuration))
         if configuration.policy.minimum == 1 or (aliases == names and configuration.frame is None):
             return configuration
         ids = sorted(range(len(aliases)), key=aliases.__getitem__)
@@ -231,7 +231,7 @@ class Site:
         # A later, smaller count would disclose how many rows were left out for missing cells.
         if data.design is None and self.configuration.missing == "drop":
             rows = [0] * len(data)
-        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows, "schema": schema}
+        about = {"clients": list(self._names.aliases(data.names, joined)), "rows": rows, "schema": schema}
         about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 

@@ -157,7 +157,7 @@ def test_a_site_that_has_begun_another_run_has_given_back_what_it_computed_with_
         for offered in ("not", "unknown"):
             with pytest.raises(RuntimeError, match="the round was discarded"):
                 run("a", offered)
-        with pytest.raises(RuntimeError, match="with which another site of the same process computes"):
+        with pytest.raises(RuntimeError, match="that another site of the same process uses"):
             run("b", "one")
         run("a", "two")
         there = run("b", "one")

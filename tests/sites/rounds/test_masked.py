@@ -436,7 +436,7 @@ def test_sites_that_mask_take_part_in_nothing_else() -> None:
 def test_what_was_told_under_masks_cannot_be_withdrawn() -> None:
     run = Federation(masked(scaffold), withdrawals=True).run()
     run.step()
-    with pytest.raises(ValueError, match="sums for good that the server can read"):
+    with pytest.raises(ValueError, match="persistent contributions whose sums the server can read"):
         run.population.withdraw(run, "b")
 
 

@@ -576,11 +576,11 @@ def test_what_a_name_was_told_as_it_is_told_as_for_good(tmp_path: Path) -> None:
 def test_two_processes_of_a_site_tell_a_name_as_the_same(tmp_path: Path) -> None:
     """Both begin before either has told anything, and neither forgets what the other has told."""
     one, two = Pseudonyms(tmp_path), Pseudonyms(tmp_path)
-    both = one.told(("B-1", "B-2"), hidden=True)
-    assert two.told(("B-2", "B-3"), hidden=True)[0] == both[1]
-    assert one.told(("B-1", "B-2", "B-3", "ward"), hidden=False)[:2] == both
-    again = Pseudonyms(tmp_path).told(("B-1", "B-2", "B-3", "ward"), hidden=True)
-    assert again == (*both, two.told(("B-3",), hidden=True)[0], "ward")
+    both = one.aliases(("B-1", "B-2"), hidden=True)
+    assert two.aliases(("B-2", "B-3"), hidden=True)[0] == both[1]
+    assert one.aliases(("B-1", "B-2", "B-3", "ward"), hidden=False)[:2] == both
+    again = Pseudonyms(tmp_path).aliases(("B-1", "B-2", "B-3", "ward"), hidden=True)
+    assert again == (*both, two.aliases(("B-3",), hidden=True)[0], "ward")
 
 
 def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
@@ -590,12 +590,12 @@ def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
     def told(number: int) -> tuple[str, ...]:
         names = Pseudonyms(tmp_path)
         ready.wait()
-        return names.told((f"B-{number}", "B-9"), hidden=True)
+        return names.aliases((f"B-{number}", "B-9"), hidden=True)
 
     with ThreadPoolExecutor(8) as pool:
         every = list(pool.map(told, range(8)))
     assert len({last for _, last in every}) == 1
-    assert Pseudonyms(tmp_path).told([f"B-{k}" for k in range(8)], hidden=True) == tuple(first for first, _ in every)
+    assert Pseudonyms(tmp_path).aliases([f"B-{k}" for k in range(8)], hidden=True) == tuple(first for first, _ in every)
 
 
 def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
