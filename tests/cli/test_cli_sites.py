@@ -80,7 +80,7 @@ def test_who_is_revoked_stays_so(server: str, capsys: pytest.CaptureFixture[str]
 def test_a_memory_of_sums_is_begun_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = str(tmp_path / "states")
     assert cli.main(["states", states, "--begin-sums"]) == 0
-    assert "remembers from now on which sums" in capsys.readouterr().out
+    assert "has a new record of the sums" in capsys.readouterr().out
     file = tmp_path / "states" / "sums.jsonl"
     before = file.read_bytes()
     assert "keep it, or move it away" in refused(capsys, "states", states, "--begin-sums")

@@ -226,7 +226,7 @@ def test_parties_of_one_delay_train_under_masks_and_others_are_named() -> None:
         made |= {p.index: party_half(p, iterations, delay=delay) for p, delay in zip(parties, delays)}
         made = under_masks(made) if masks else made
         if len(set(delays)) > 1:
-            with pytest.raises(Aborted, match="party 2 has been told something else, or has another delay="):
+            with pytest.raises(Aborted, match="party 2 has received others, or has another delay="):
                 together(made)
             return
         together(made)
