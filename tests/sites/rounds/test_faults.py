@@ -345,7 +345,7 @@ def hello(**changes: Any) -> Callable[[Loopback], None]:
     [
         ({"protocol": 1}, "speaks protocol 5, but 'b' speaks 1; install the same version"),
         ({"protocol": "x"}, "expected protocol between"),
-        ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' says that it has 4009"),
+        ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' reports 4009"),
         ({"rows": [9]}, "as many numbers of rows, but got 2 and 1"),
         ({"clients": ["x", "x"]}, "clients that differ"),
         ({"kind": 3}, "expected a kind of frame"),
@@ -419,7 +419,7 @@ def test_a_site_that_lies_about_its_rows_is_left_out() -> None:
     run = made.run()
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert (
-        "expected the weight of 13 rows, which the site says it has, but got '1000000.0'"
+        "expected a weight of at most 13, the rows that the site has reported, but got '1000000.0'"
         in run.population.troubles["b"]
     )
 

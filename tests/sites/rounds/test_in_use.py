@@ -90,7 +90,7 @@ def test_two_sites_with_one_solver_are_refused_by_name(part: str) -> None:
         run = ft.Run(averaging(), sites)
         run.step()
         (why,) = sites.troubles.values()
-    assert "'it' returns an algorithm, or a solver in one, with which another site of the same process computes" in why
+    assert "'it' returns an algorithm, or a solver in it, that another site of the same process uses" in why
     assert run.last is not None
     assert len(run.last.ids) == 2  # those of one site
 

@@ -34,7 +34,7 @@ from fedtorch.trust import robust, secure
 
 TEN = Policy()
 DATA = linear_clients([3, 3, 3, 3, 40, 50])  # at two sites: three patients and one of them, and large wards
-SUM_OF_FEW = "sums of at least 10 rows, and those of the 1 of its clients"
+SUM_OF_FEW = "sums of at least 10 rows, and the 1 of its clients"
 
 
 @pytest.fixture(autouse=True)
@@ -321,7 +321,7 @@ def test_whose_message_is_not_finite_is_not_told_where_clients_have_few_rows(cap
         reason = last_said(TEN).about["reason"]
     assert "not every message is finite" in reason
     assert not any(character.isdigit() for character in reason)
-    assert "no sum: clients ['0'] fail, or their messages are not finite: " in caplog.text
+    assert "no sum: clients ['0'] failed, or sent messages that are not finite: " in caplog.text
 
 
 # -- sums over one start -----------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> No
     assert distance({name: one[name] - other[name] for name in one}, alone) < 1e-12
     run = on_sites()
     sum_of(run, [0, 1, 2, 4])
-    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+    with pytest.raises(RuntimeError, match="difference would come from fewer than 10 rows"):
         sum_of(run, [1, 2, 4])
     sum_of(run, [0, 1, 2, 4])  # the same may be asked again
     sum_of(run, [5])  # and others
@@ -428,7 +428,7 @@ def test_who_tells_for_the_first_time_does_so_with_enough_others(caplog: Any) ->
         run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
         answered.append(run.step().ids.tolist())
     waits = (
-        "left out until others tell for good for the first time with them: clients ['client 1'] have fewer than 10 rows"
+        "left out until others contribute for the first time together with them: clients ['client 1'] have fewer than 10 rows"
     )
     assert waits in caplog.text
     assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
@@ -463,7 +463,7 @@ def test_who_leaves_does_so_with_enough_others(tmp_path: Path) -> None:
         run.step()
 
     twice(fedavg)
-    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+    with pytest.raises(RuntimeError, match="difference would come from fewer than 10 rows"):
         twice(lambda: ft.scaffold(sgd(0.05)))
 
 
@@ -619,8 +619,8 @@ def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
         return caplog.text
 
     alone = said([1], Policy(minimum=1))
-    assert alone.count("Policy(minimum=1) lets messages leave that are of 1 rows alone") == 1
-    assert "lets messages leave that are of 5 rows alone" in said([2, 5, 40], Policy(minimum=3))
+    assert alone.count("Policy(minimum=1) allows messages from only 1 rows") == 1
+    assert "allows messages from only 5 rows" in said([2, 5, 40], Policy(minimum=3))
     assert "fewer than the 10 rows" in said([1], TEN)
     assert "minimum" not in said([30], TEN)
     assert "minimum" not in said([3, 40], TEN)

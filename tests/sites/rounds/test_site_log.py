@@ -39,7 +39,7 @@ def test_a_site_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     site.join(10.0)
     begun, number = "connected, with 6 clients and 33 rows; waiting for a run", run.clients.run[:8]
     said = [record.getMessage() for record in caplog.records if record.name.startswith("fedtorch.sites")]
-    assert said.pop(0).startswith("Policy(minimum=1) lets messages leave that are of 3 rows alone")
+    assert said.pop(0).startswith("Policy(minimum=1) allows messages from only 3 rows")
     assert said[:2] == [begun, f"run {number} has begun: it(mu=0.5) with clients 0 to 5 of 6"]
     assert said[2].startswith(f"round 1 of run {number}: answered within 0.")
     assert said[3:] == [f"run {number} is over, after 5 answers"]  # one line about answers in ten seconds
@@ -70,7 +70,7 @@ def test_a_site_that_the_run_does_not_list_is_told_so_and_takes_part_in_the_next
     sites = Remote(host, ["a", "b"], "it", quorum=1.0, seconds=20.0)
     run = ft.Run(averaging(), sites)
     run.step()
-    assert until(lambda: "the server's run is of other sites than 'c'" in caplog.text)
+    assert until(lambda: "the server's run does not include 'c'" in caplog.text)
     time.sleep(0.5)  # longer than it would wait for a server that says nothing
     run.step()
     assert threads["c"].is_alive()

@@ -124,7 +124,7 @@ def test_a_server_that_says_nothing_any_more_may_have_ended(tmp_path: Path) -> N
     content = files.read_json(path)
     assert "no word" not in status.in_words(path)
     files.write_json(path, {**content, "written": f"{old:%Y-%m-%dT%H:%M:%SZ}"})
-    assert "no word for 10 min: look whether the server still runs" in status.in_words(path)
+    assert "no update for 10 min: check whether the server still runs" in status.in_words(path)
     files.write_json(path, {**content, "format": 0})
     with pytest.raises(ValueError, match=r"format 1 in .*, but got 0"):
         status.in_words(path)
