@@ -225,7 +225,7 @@ class Client:
             lacking = sorted(self._listed - self._held.keys())
             raise Aborted(f"Client {self.number} masks with those whose shares it has, but lacks those of {lacking}")
         self._check_enough(len(self._listed), "that have not left or been left out, as it may have been itself")
-        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
+        masked = ring.add(expanded(self._own_mask, self.session.size), words, self.session.width)
         for other in sorted(self._listed):  # each once, even if the server has sent duplicates
             mask = pair_mask(self.session, self._digest, self._shared[other][1], self.number, other)
             ring.add(masked, mask, self.session.width)
