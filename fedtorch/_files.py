@@ -14,7 +14,7 @@ Files of sites and servers are readable by their owner alone, `private=True`, in
 >>> _ = Path(path).write_bytes(Path(path).read_bytes().replace(b"7", b"6"))
 >>> read_json(path)
 Traceback (most recent call last):
-ValueError: Expected ...count.json as it was written, but its content does not fit the SHA-256 that is in it: ...
+ValueError: Expected ...count.json as it was written, but its content does not match its SHA-256: ...
 >>> folder.cleanup()
 """
 
@@ -128,8 +128,8 @@ def private_folder(folder: Path | str, *, log: bool = True) -> None:
         _OPEN.add(folder.resolve())
         lets = "change which files are in it" if mode & 0o022 else "see which files are in it"
         _LOG.warning(
-            "the folder %s, where private files are kept, has the mode %s: it lets others %s; `chmod 700 %s` if they "
-            "should not, or choose another",
+            "the folder %s of private files has the mode %s, which lets others %s; run `chmod 700 %s`, or choose "
+            "another folder",
             *(folder, stat.filemode(mode), lets, folder),
         )
 
@@ -181,9 +181,8 @@ def read_json(path: Path | str) -> dict[str, Any]:
         same = False
     if not same:
         raise ValueError(
-            f"Expected {path} as it was written, but its content does not fit the SHA-256 that is in it: it is "
-            "damaged, was changed by hand, or is of an earlier version; bring back a copy, or move it away if what it "
-            "knows may be forgotten"
+            f"Expected {path} as it was written, but its content does not match its SHA-256: it is damaged, was "
+            "changed by hand, or is of an earlier version; restore a copy, or move it away to start without it"
         )
     return content
 

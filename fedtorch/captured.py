@@ -141,7 +141,7 @@ def capture(step: Step, *tensors: Tensor, exact: bool = False) -> Step:
     index = torch.zeros((), dtype=torch.int64)
     try:
         graph = make_fx(step)(index, *plain)
-    except Exception as error:  # a branch on the index, if all is well with a number
+    except Exception as error:  # the step branches on the index, unless it also fails for a fixed number
         make_fx(lambda *plain: step(0, *plain))(*plain)
         raise IndexUsed() from error
     if next(iter(graph.graph.nodes)).users:

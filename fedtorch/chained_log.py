@@ -204,7 +204,7 @@ class ChainedLog:
             file.write(rest + b"\n")
         os.truncate(self.path, self._size)
         _LOG.warning(
-            "the last line of %s was not whole (%d bytes), as after a kill or on a full disk; it was moved to %s",
+            "the last line of %s was incomplete (%d bytes), as after a kill or on a full disk; it was moved to %s",
             self.path,
             len(rest),
             aside,

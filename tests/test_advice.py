@@ -100,7 +100,7 @@ def test_a_design_says_the_levels() -> None:
 def test_restricted_likelihood_of_an_empty_cell_names_the_column() -> None:
     table = frame().query("arm == 'a' or sex == 'f'")
     run = fitted(table, "y ~ arm * sex + (1 | site)", restricted=True)
-    refusal(run.summary, RuntimeError, "['arm[T.b]:sex[T.m]'] are here", "one factor of the cells")
+    refusal(run.summary, RuntimeError, "['arm[T.b]:sex[T.m]'] are here", "one factor of its other cells")
     joined = table.assign(cell=table["arm"] + table["sex"])
     assert fitted(joined, "y ~ cell + (1 | site)", restricted=True).summary()["sd"].iloc[:3].notna().all()
 
@@ -171,7 +171,7 @@ def test_pooled_runs_are_taken_one_by_one(run: ft.Run) -> None:
     both = ft.inference.pooled([run, run])
     for function in (ft.inference.predict, ft.inference.ranef, ft.inference.marginal_effects, ft.inference.loo):
         arguments = (frame()[:3],) if function is ft.inference.predict else ()
-        refusal(lambda f=function, a=arguments: f(both, *a), TypeError, "that were pooled", "of each run")
+        refusal(lambda f=function, a=arguments: f(both, *a), TypeError, "pooled ones", "of each run")
     refusal(lambda: ft.inference.contrasts(both, "age"), TypeError, "contrasts of each")
     each = [ft.inference.predict(one, frame()[:3])["estimate"] for one in (run, run)]
     assert (sum(each) / 2).tolist() == pytest.approx(each[0].tolist())
@@ -223,7 +223,7 @@ def test_a_vertical_fit_that_has_not_converged_goes_on() -> None:
     fit = go(60)
     with pytest.warns(
         RuntimeWarning,
-        match=r"too few to tell; go on from here with more steps=.*start=fit\.parameters\), or take a lar",
+        match=r"too few to tell; continue from here with more steps=.*start=fit\.parameters\), or take a lar",
     ):
         assert not bool(fit.converged())
     further = go(200, start=fit.parameters)

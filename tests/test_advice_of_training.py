@@ -248,7 +248,7 @@ def test_functions_say_whether_more_is_better() -> None:
         return ft.grid(lambda mu: ft.fedavg(descent(), mu=mu), settings, ft.InProcess(DATA), rounds=1,
                        validation=DATA, metric=metric, progress=False, **more).best  # fmt: skip
 
-    refusal(lambda: best(far), "largest_is_best=True (as of accuracy) or False", "ft.metrics.mean_of(function, larg")
+    refusal(lambda: best(far), "largest_is_best=True (as for accuracy) or False", "ft.metrics.mean_of(function, larg")
     assert best(far, largest_is_best=False) == best(ft.metrics.mean_of(far, largest_is_best=False))
 
 

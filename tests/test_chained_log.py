@@ -80,7 +80,7 @@ def test_half_a_line_is_set_aside_and_said(path: Path, caplog: pytest.LogCapture
     assert log.faults(log.read(path), verifies) == []
     assert log.is_partial(list(log.read(path))[-1])
     again = ChainedLog(path, {"event": "opened"}, sign)
-    assert "was not whole (13 bytes)" in caplog.text
+    assert "was incomplete (13 bytes)" in caplog.text
     aside = path.with_name("log.jsonl.partial")
     assert (aside.read_bytes(), aside.stat().st_mode & 0o777) == (b'{"entry":6,"e\n', 0o600)
     repaired = list(log.read(path))[-1].content

@@ -365,7 +365,7 @@ def test_a_folder_of_others_is_not_changed_and_said_once_where_it_is_open(
     said = [record.getMessage() for record in caplog.records if str(open_folder) in record.getMessage()]
     assert len(said) == (lets != "")
     if said:
-        assert f"it lets others {lets}" in said[0]
+        assert f"lets others {lets}" in said[0]
         assert f"`chmod 700 {open_folder}`" in said[0]
     assert stat.S_IMODE(open_folder.stat().st_mode) == mode
     assert modes(open_folder)[0] == {0o600}

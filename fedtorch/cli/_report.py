@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fedtorch.cli._terminal import printable
+
 _EVERY = 2.0  # seconds between two printed states
 
 
@@ -22,7 +24,7 @@ def add(commands: Any) -> None:
     status = commands.add_parser("status", help="show the progress of a run over sites, and which sites are late")
     status.set_defaults(run=_show)
     status.add_argument(
-        "folder", metavar="DIR", type=Path, help="folder of the run's checkpoint on the server, or its file"
+        "folder", metavar="DIR", type=Path, help="folder of the server's ft.Remote(checkpoint=), or its file"
     )
     status.add_argument("--watch", action="store_true", help="show it every two seconds, until the run is over")
     report.add_argument("--out", metavar="FILE", type=Path, help="file for the page; default: report.html in DIR")
@@ -38,7 +40,7 @@ def _show(options: argparse.Namespace) -> None:
     from fedtorch.sites.rounds import status
 
     while True:
-        texts = [status.in_words(path) for path in status.status_files(options.folder)]
+        texts = [printable(status.in_words(path)) for path in status.status_files(options.folder)]
         print("\n".join(texts), flush=True)
         if not options.watch or all(": over, " in each for each in texts):
             return

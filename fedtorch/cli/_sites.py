@@ -9,7 +9,7 @@ fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run
 fedtorch join --check --data my_data.py           site: show what the file lets a server have, without connecting
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 fedtorch states DIR [--clean DAYS]                site: list the stored runs; delete runs that ended so long ago
-fedtorch states DIR --begin-sums                  site: create the record of its sums under masks
+fedtorch states DIR --begin-sums                  site: create the record of its sums under masks and agreements
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtorch.cli._launch import THREADS
+from fedtorch.cli._terminal import log
 
 
 def add(commands: Any) -> None:
@@ -99,7 +100,7 @@ def _add_site(commands: Any) -> None:
     states.add_argument(
         "--begin-sums",
         action="store_true",
-        help="create the record of sums under masks, for a site that has taken part in none (enrol creates it, too)",
+        help="create the record of sums under masks and agreements, for a site that was in none (enrol does so, too)",
     )
     states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these runs though pending")
     for command in (enrol, join):
@@ -214,7 +215,7 @@ def _run_half(options: argparse.Namespace) -> None:
     from fedtorch.sites.identity import identity
     from fedtorch.sites.vertical.remote import over_link, read_half
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    log()
     me = identity.read(options.identity)
     _begin(options, me)
     dial = partial(transport.connect, options.address, me)
@@ -243,7 +244,7 @@ def _take_part(options: argparse.Namespace) -> None:
     from fedtorch.sites.identity import identity
     from fedtorch.sites.rounds.configuration import read_configuration
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    log()
     me, configuration = identity.read(options.identity), read_configuration(options.data)
     _begin(options, me)
     dial = partial(transport.connect, options.address, me)
@@ -275,7 +276,7 @@ def _show_states(options: argparse.Namespace) -> None:
 
     if options.begin_sums:
         past_sums.begin(options.folder)
-        print(f"{options.folder} has a new record of the sums under masks in which the site takes part")
+        print(f"{options.folder} has a new record of the sums under masks and agreements in which the site takes part")
     if options.clean is not None or options.abandon:
         for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
             print(f"deleted {each.run}")

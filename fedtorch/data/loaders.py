@@ -336,7 +336,7 @@ def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
     count = _known_rows(loader) if stated is None else operator.index(stated)
     if count is None:
         raise ValueError(
-            f"Expected a known number of rows of client {name!r}, but its loader does not tell; state it: "
+            f"Expected a known number of rows of client {name!r}, but its loader has none; pass "
             f"lengths={{{name!r}: rows}}"
         )
     if count < 1 or steps_of_pass(loader, count) < 1:

@@ -31,8 +31,8 @@ def joined(algorithm: Algorithm, begin: Begin, flat: Mapping[str, Tensor], befor
     """
     if algorithm.budget is not None and not algorithm.budget.lasting:
         raise ValueError(
-            "Expected an algorithm without a budget, or with a ledger in a file, which says how many clients there "
-            "were in each round, but clients join one whose ledger is in memory; pass ledger=path"
+            "Expected an algorithm without a budget, or with a ledger in a file, which records the number of clients "
+            "in each round, but clients join one whose ledger is in memory; pass ledger=path"
         )
     server, state = begin(now)
     server = tree.to(server, "cpu")
@@ -77,8 +77,8 @@ def _moved(name: str, loaded: Tensor, new: Tensor, before: Tensor) -> Tensor:
     if torch.equal(loaded, before):
         return new
     raise ValueError(
-        f"Expected a server whose state does not depend on how many clients there were at first, but {name!r} does, "
-        "and has changed since; begin a run of all clients at this one's parameters"
+        f"Expected a server whose state does not depend on the number of clients at the start, but {name!r} does, and "
+        "has changed since; start a run of all clients from this run's parameters"
     )
 
 
@@ -86,7 +86,7 @@ def _with_rows(name: str, loaded: Tensor, new: Tensor, before: int) -> Tensor:
     """Extend a tensor that has a row for each client by the rows of joining clients."""
     if loaded.ndim == 0 or len(loaded) != before or loaded.shape[1:] != new.shape[1:]:
         raise ValueError(
-            f"Expected a server whose state has a row for each client, or nothing of any, but {name!r} is "
-            f"{tuple(loaded.shape)} with {before} clients and {tuple(new.shape)} with all; begin a run of all clients"
+            f"Expected a server whose state has a row for each client, or no rows of clients, but {name!r} is "
+            f"{tuple(loaded.shape)} with {before} clients and {tuple(new.shape)} with all; start a run of all clients"
         )
     return torch.cat([loaded, new[before:]])

@@ -1,9 +1,10 @@
-"""What a fitted model says, in the words of a paper: effects of sites, predictions, contrasts, tables.
+"""Inference after a fit: effects of sites, predictions, contrasts, tables.
 
-`run.summary()` is the table of what all sites share. The functions of this package take the run: `ranef` has the
-coefficients of each site, `predict` intervals of rows, `contrasts` and `marginal_effects` what follows from the
-coefficients, `adapted` a new site's posterior from its rows, `to_inferencedata` all of it for ArviZ. `imputed`
-completes rows with missing cells, several times, and `pooled` joins the fits of what it has completed.
+`run.summary()` is the table of the parameters that all sites share. The functions of this package take the run:
+`ranef` returns the coefficients of each site, `predict` predictions of rows with intervals, `contrasts` and
+`marginal_effects` quantities derived from the coefficients, `adapted` a new site's posterior from its rows, and
+`to_inferencedata` the posterior for ArviZ. `imputed` completes rows with missing cells, several times, and `pooled`
+combines the fits of the completed data sets.
 
 >>> import torch, fedtorch as ft
 >>> fits = [(torch.tensor([slope]), torch.tensor([[0.04]])) for slope in (0.9, 1.0, 1.2)]

@@ -1,4 +1,4 @@
-"""Linear combinations of named coefficients, read from text: sums, products with numbers, parentheses, and no code."""
+"""Parser of linear combinations of named coefficients: sums, products with numbers and parentheses."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Mapping, Sequence
 Linear = dict[str, float]  # by name; "" is the constant
 
 _NUMBER = re.compile(r"(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_ENDS = "+-*/)"  # what may follow a name
-_DEEPEST = 20  # parentheses in parentheses
-_SHOWN = 12  # names in a message
+_ENDS = "+-*/)"  # characters that may follow a name
+_DEEPEST = 20  # nesting of parentheses
+_SHOWN = 12  # names in an error message
 
 
 def linear(text: str, names: Sequence[str]) -> Linear:
     """Return the weights of the names in a text such as `"age - 2*sex[T.male]"`.
 
-    A name is taken as long as it goes, so that it may hold signs and blanks; in backticks it may be a number.
+    The longest matching name is taken, so that names may contain signs and blanks; in backticks a name may be a number.
 
     Raises:
-        ValueError: something else than a linear combination of these names.
+        ValueError: text that is not a linear combination of these names.
 
     >>> linear("(age + sex[T.m]) / 2 - `0`", ["age", "sex[T.m]", "0"])
     {'age': 0.5, 'sex[T.m]': 0.5, '0': -1.0}
     """
-    found = _Reader(text, names).read()
-    if found.pop("", 0.0):
+    weights = _Reader(text, names).read()
+    if weights.pop("", 0.0):
         raise ValueError(f"Expected a combination of coefficients, but got a constant in {text!r}; leave it out")
-    return found
+    return weights
 
 
 def written(weights: Mapping[str, float]) -> str:
@@ -42,7 +42,7 @@ def written(weights: Mapping[str, float]) -> str:
 
 
 class _Reader:
-    """Reads a text from left to right."""
+    """A recursive-descent parser of a text."""
 
     def __init__(self, text: str, names: Sequence[str]) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -108,7 +108,7 @@ class _Reader:
         raise self._wrong("a name or a number")
 
     def _next(self) -> str:
-        """Go to the next sign, and return it."""
+        """Skip blanks and return the next character, "" at the end."""
         while self.text[self.at : self.at + 1].isspace():
             self.at += 1
         return self.text[self.at : self.at + 1]

@@ -1,7 +1,7 @@
-"""Pareto-smoothed importance sampling of many rows at once, and the predictive densities of rows that follow.
+"""Pareto-smoothed importance sampling of many rows at once, and leave-one-out predictive densities of rows.
 
-The largest weights of a row are replaced by quantiles of the generalised Pareto distribution that fits them; its shape
-k says how far the weights can be trusted: above 0.7 their mean has no useful finite-sample error.
+The largest weights of a row are replaced by quantiles of a generalised Pareto distribution fitted to them. Its shape k
+shows how far the weights can be trusted: above 0.7 their mean has no useful finite-sample error.
 
 Source: Vehtari, Simpson, Gelman, Yao and Gabry (2024), "Pareto smoothed importance sampling", JMLR 25; Zhang and
 Stephens (2009), "A new and efficient estimation method for the generalized Pareto distribution"; Vehtari, Gelman and
@@ -22,9 +22,9 @@ _TOGETHER = 2**21  # numbers of one array of the fit
 
 
 class Smoothed(NamedTuple):
-    """Hold the weights of draws, for each row."""
+    """Smoothed weights of draws, for each row."""
 
-    log_weights: Tensor  # (..., S) of sum 1
+    log_weights: Tensor  # (..., S); the weights sum to 1
     shape: Tensor  # (...) Pareto's k; infinite where too few weights are large
 
 
@@ -33,7 +33,7 @@ def smoothed(log_ratios: Tensor, efficiency: float = 1.0) -> Smoothed:
 
     Args:
         log_ratios: `(..., S)`, up to a constant for each row.
-        efficiency: effective draws of each draw, 1 for independent ones.
+        efficiency: effective sample size of a draw, 1 for independent draws.
 
     >>> ratios = torch.distributions.Pareto(1.0, 2.0).icdf((torch.arange(2000.0).double() + 0.5) / 2000).log()
     >>> round(float(smoothed(ratios).shape), 1)  # 1 / 2
@@ -58,7 +58,7 @@ def smoothed(log_ratios: Tensor, efficiency: float = 1.0) -> Smoothed:
 
 
 def _replaced(tail: Tensor, cutoff: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (shape, smoothed logarithms) of the largest weights `(R, M)`, which ascend; as they are without a fit."""
+    """Return (shape, smoothed logarithms) of the largest weights `(R, M)`, ascending; unchanged if the fit fails."""
     least = cutoff.exp()[:, None]
     shape, scale = _fitted(tail.exp() - least)
     middle = (torch.arange(tail.shape[1]).to(tail) + 0.5) / tail.shape[1]
@@ -74,7 +74,7 @@ def _points(size: int) -> int:
 
 
 def _fitted(excess: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shape and scale `(R,)` of ascending positive numbers `(R, M)`, by an approximate posterior mean."""
+    """Fit shape and scale `(R,)` to ascending positive numbers `(R, M)`, by an approximate posterior mean."""
     size = excess.shape[1]
     points = _points(size)
     grid = 1 - (points / (torch.arange(points).to(excess) + 0.5)).sqrt()
@@ -89,25 +89,25 @@ def _fitted(excess: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LeftOut(NamedTuple):
-    """Hold what the draws say of each row `(...)` had it been left out."""
+    """Predictive densities of rows `(...)` left out, estimated from the draws."""
 
     elpd: Tensor  # log predictive density
-    lppd: Tensor  # the same of a row that was not left out
+    lppd: Tensor  # log predictive density of a row that was not left out
     doubt: Tensor  # Pareto's k, or the variance of the log density
 
 
 def left_out(log_density: Tensor, efficiency: float = 1.0) -> LeftOut:
-    """Return leave-one-out densities by smoothed importance sampling, of log densities `(..., S)` at the draws."""
+    """Return leave-one-out densities by smoothed importance sampling, from log densities `(..., S)` at the draws."""
     weights = smoothed(-log_density, efficiency)
     elpd = (weights.log_weights + log_density).logsumexp(-1)
     return LeftOut(elpd, _log_mean(log_density), weights.shape)
 
 
 def widely_applicable(log_density: Tensor, efficiency: float = 1.0) -> LeftOut:
-    """Return Watanabe's approximation of the same: the log density's variance over the draws is taken away.
+    """Return leave-one-out densities by Watanabe's approximation: lppd minus the log density's variance over draws.
 
-    >>> found = widely_applicable(torch.tensor([[0.2, 0.4]]).double().log())
-    >>> found.lppd.exp(), (found.lppd - found.elpd - found.doubt).abs() < 1e-12
+    >>> row = widely_applicable(torch.tensor([[0.2, 0.4]]).double().log())
+    >>> row.lppd.exp(), (row.lppd - row.elpd - row.doubt).abs() < 1e-12
     (tensor([0.3000], dtype=torch.float64), tensor([True]))
     """
     variance, mean = log_density.var(-1, correction=0), _log_mean(log_density)

@@ -1,8 +1,8 @@
-r"""From mixtures of linear predictors to responses: means with their intervals, and intervals of new responses.
+r"""Predictions of responses from mixtures of linear predictors: means and intervals, and intervals of new responses.
 
-The mean response is a monotone function g of the predictor η, so that its quantiles are g of those of η; E g(η) and
-E g(η)² are sums of Gauss–Hermite rules over the components. A new normal response is a mixture of normal densities
-itself. Others are drawn at quasi-random numbers (component, η, y), the same for every row.
+The mean response is a monotone function g of the predictor η, so that its quantiles are g at the quantiles of η.
+E g(η) and E g(η)² are sums over the components by Gauss–Hermite rules. A new normal response has a mixture of normal
+densities. Other responses are drawn by quasi-random numbers (component, η, y), the same for every row.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedtorch.models.hierarchical.families import Ordered
 from fedtorch.models.quadrature import gauss_hermite
 
 _RULE = 21  # points of E g(η)
-_DRAWS = 2048  # of new responses, a row
-_NUMBERS = 2**22  # of one array
+_DRAWS = 2048  # of new responses for each row
+_NUMBERS = 2**22  # the most elements of one array
 
 
 class LevelsPredicted(NamedTuple):
-    """Hold the probabilities of levels that are predicted of rows, `(N, C)` each."""
+    """Predicted probabilities of levels, `(N, C)` each."""
 
     estimate: Tensor
     sd: Tensor
@@ -37,7 +37,7 @@ class LevelsPredicted(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """Hold what is predicted of rows, `(N,)` each: the mean response, and the interval of a new one."""
+    """Predictions of rows, `(N,)` each: the mean response, and the interval of a new response."""
 
     estimate: Tensor
     sd: Tensor
@@ -57,8 +57,8 @@ def predicted(sites: Coefficients, place: int, rows: Rows, level: float) -> Pred
         x = torch.cat([torch.ones_like(x[:, :1]), x], 1)
     if sites.family is None:
         raise TypeError(
-            "Expected a model that says how responses come of x'θ, but got one without: a likelihood of your own tells "
-            "it by family=, a sampler that integrates intercepts out cannot; give x a column of ones instead"
+            "Expected a model with a distribution of responses given x'θ, but got one without; pass family= to a "
+            "likelihood of your own, or, for a sampler that integrates intercepts out, give x a column of ones"
         )
     rows = rows._replace(x=x)
     every = [_of_some(sites, one, rows.take(part), level) for part in _parts(one, len(x))]
@@ -76,8 +76,8 @@ def level_probabilities(sites: Coefficients, place: int, rows: Rows, level: floa
     possible = Ordered.ascend(theta[:, x.shape[1] :])
     if not bool(possible.any()):
         raise ValueError(
-            "Expected thresholds that ascend, but got a posterior under which they do not, as of levels without rows "
-            "between others; leave such levels out of levels=, or merge them with a neighbour"
+            "Expected ascending thresholds, but got a posterior without draws of them, as levels without rows between "
+            "others give; leave such levels out of levels=, or merge them with a neighbour"
         )
     theta = theta[possible]
     cuts, tail, parts = theta[:, x.shape[1] :], (1 - level) / 2, []
@@ -92,7 +92,7 @@ def level_probabilities(sites: Coefficients, place: int, rows: Rows, level: floa
 
 
 def _even_draws(one: DevicePosterior) -> Tensor:
-    """Return draws of the coefficients of one site `(S, d)`, which are spread evenly."""
+    """Return quasi-random draws of the coefficients of one site, `(S, d)`."""
     size = one.means.shape[-1]
     uniform = torch.quasirandom.SobolEngine(1 + size).draw(_DRAWS + 1, dtype=torch.float64)[1:].to(one.means)
     below = one.weights.cumsum(0)
@@ -102,7 +102,7 @@ def _even_draws(one: DevicePosterior) -> Tensor:
 
 
 def _parts(one: DevicePosterior, rows: int) -> Iterator[slice]:
-    """Yield some rows at a time, one part at least."""
+    """Yield slices of the rows, at least one."""
     size = max(1, _NUMBERS // max(_DRAWS, _RULE * one.weights.shape[1]))
     yield from (slice(i, i + size) for i in range(0, max(rows, 1), size))
 
@@ -126,7 +126,7 @@ def _of_some(sites: Coefficients, one: DevicePosterior, rows: Rows, level: float
 
 
 def _moments(g: Callable[[Tensor], Tensor], weights: Tensor, mean: Tensor, sd: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E g(η) and its sd, for mixtures of normal η `(N, R)`."""
+    """Return mean and sd of g(η), for mixtures of normal η `(N, R)`."""
     rule = gauss_hermite(1, _RULE)
     values = g(mean[..., None] + sd[..., None] * rule.nodes[:, 0].to(mean))
     first = (values @ rule.weights.to(mean)) @ weights
@@ -145,7 +145,7 @@ def _normal_edges(weights: Tensor, mean: Tensor, sd: Tensor, level: float) -> tu
 def _drawn_edges(
     sites: Coefficients, weights: Tensor, mean: Tensor, sd: Tensor, trials: Tensor | None, level: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the interval of new responses, of which the smallest and the largest belong to it."""
+    """Return the interval of new responses, with its ends included."""
     assert sites.family is not None
     uniform = torch.quasirandom.SobolEngine(3).draw(_DRAWS + 1, dtype=torch.float64)[1:].to(mean)
     below = weights.cumsum(0)

@@ -1,4 +1,4 @@
-"""Rows to predict for, from frames, federated data or tensors: what the model takes, and whose each row is."""
+"""Rows to predict for, from frames, federated data or tensors: the model's x, and the site of each row."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.estimates import own_names
 
-NEW = "new"  # the site of rows that nobody names one of
+NEW = "new"  # the site of rows without the name of one
 
 
 class Rows(NamedTuple):
-    """Rows to predict for, as a model takes them, and their labels."""
+    """Rows to predict for, as a model takes them, with their sites and index."""
 
     x: Tensor  # (N, d)
     offset: Tensor | None = None  # (N,)
     trials: Tensor | None = None  # (N,)
-    sites: Sequence[str] = ()  # (N,) whose they are
-    index: Any = None  # the frame's, of pandas
+    sites: Sequence[str] = ()  # (N,) names of the rows' sites
+    index: Any = None  # of the pandas frame
 
     def take(self, part: Any) -> Rows:
-        """Return some of them, without labels."""
+        """Return some of the rows, without sites and index."""
         return Rows(*(None if each is None else each[part] for each in self[:3]))  # type: ignore[arg-type]
 
 
 class Columns(NamedTuple):
-    """Hold what the columns of x are."""
+    """The columns of x: their names, or the design that makes them."""
 
     names: tuple[str, ...]
     design: Design | None
-    alone: str  # the site of rows without a name
+    alone: str  # the site of rows without the name of one
 
 
 def read_rows(columns: Columns, rows: Any, site: str | int | None) -> Rows:
-    """Return rows to predict for, by what the columns of x are; see `predict`."""
+    """Read the rows to predict for, by the columns of x; see `predict`."""
     alone = columns.alone if site is None else level_name(site)
     if isinstance(rows, FederatedData):
         check_design(rows, columns.design)
@@ -60,7 +60,7 @@ def read_rows(columns: Columns, rows: Any, site: str | int | None) -> Rows:
 
 
 def check_design(data: FederatedData, design: Design | None) -> None:
-    """Refuse data whose columns were encoded otherwise than the run's: by other levels, knots, means or scales."""
+    """Raise ValueError for data encoded by other levels, knots, means or scales than the run's."""
     if data.design is not None and design is not None and data.design != design:
         raise ValueError(
             f"Expected rows of the run's design, {design.formula!r} with its levels, knots, means and scales, but got "
@@ -70,7 +70,7 @@ def check_design(data: FederatedData, design: Design | None) -> None:
 
 
 def columns_of(run: Run | Coefficients) -> Columns:
-    """Return what the columns of x of a run or of other sites are."""
+    """Return the columns of x of a run, or of other sites."""
     if isinstance(run, Coefficients):
         names = run.names[1:] if run.intercept else run.names
         names = names if run.ordered is None or run.design is None else run.design.columns
@@ -80,7 +80,7 @@ def columns_of(run: Run | Coefficients) -> Columns:
 
 
 def _given(rows: Any, columns: Columns) -> Rows:
-    """Return rows that are tensors: x alone, or with what is beside it, of which the response is left out."""
+    """Read rows that are tensors: x alone, or with a response, which is not used, offsets and trials."""
     x = rows[0] if isinstance(rows, tuple) else rows
     last = rows[-1] if isinstance(rows, tuple) else None
     extra: Mapping[str, Tensor] = last if isinstance(last, Mapping) else {}
@@ -93,7 +93,7 @@ def _given(rows: Any, columns: Columns) -> Rows:
 
 
 def _from_frame(frame: pd.DataFrame, columns: Columns) -> Rows:
-    """Return the rows of a frame, by the formula or by the names of its columns."""
+    """Read the rows of a frame, by the formula or by the names of its columns."""
     if columns.design is not None:
         x, extra = columns.design.rows(frame, response=False)
         return Rows(x, extra.get("offset"), extra.get("trials"))
@@ -101,7 +101,7 @@ def _from_frame(frame: pd.DataFrame, columns: Columns) -> Rows:
     if missing:
         raise ValueError(
             f"Expected a column for each of the coefficients {_few(columns.names)}, but got none for {_few(missing)}; "
-            "the run was made without a formula, so that columns have to be called as they are"
+            "the run has no formula, so name the columns after its coefficients"
         )
     return Rows(torch.from_numpy(frame[list(columns.names)].to_numpy(np.float64, copy=True)))
 

@@ -1,4 +1,4 @@
-"""A new site: the posterior of its coefficients from what the others share and its own rows."""
+"""Posterior of a new site's coefficients, from the posterior of the shared parameters and the site's rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from fedtorch.inference._table_rows import NEW, check_design
 
 
 def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 0.01) -> Coefficients:
-    """Return the coefficients of sites that took no part, from their own rows and what the run's sites share.
+    """Return the coefficients of sites that took no part, from their rows and the run's posterior of what sites share.
 
-    No other site is asked. `ranef(adapted(run, rows), total=True)` is their table, `predict(adapted(run, rows), more)`
-    predicts with them.
+    This needs no message to the run's sites. `ranef(adapted(run, rows), total=True)` is a table of the coefficients,
+    and `predict(adapted(run, rows), more)` predicts with them.
 
     Args:
         run: of `ft.ep` with a hierarchical model, linear or generalised.
-        rows: a frame with the columns of the run's formula, of several sites where its column of clients says so;
-            `(x, y)` of a site; or `FederatedData` of several.
-        site: the name of the site that all rows are of, whatever the frame says; default: as the frame says, or "new".
-        tolerance: as that of `ep.posterior`, which warns and raises alike.
+        rows: a frame with the columns of the run's formula, of several sites if it has the formula's column of clients;
+            `(x, y)` of one site; or `FederatedData` of several.
+        site: the name of the site of all rows, whatever the frame's column of clients; default: by that column, or
+            "new" without it.
+        tolerance: as in `ep.posterior`, with its warnings and errors.
 
     Raises:
         TypeError: an algorithm without a hierarchical model.
@@ -50,13 +51,13 @@ def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 
 
 
 def _as_data(run: Run, rows: Any, site: str | None) -> FederatedData:
-    """Return rows as data: `(x, y)` of one site as they are, a frame by the run's formula."""
+    """Convert rows to data: `(x, y)` of one site directly, a frame by the run's formula."""
     if not isinstance(rows, tuple):
         design = run.design
         if design is None:
             raise TypeError(
-                f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "
-                "tensors, or make the data by ft.data.from_frame(frame, client=…, formula=…)"
+                f"Expected rows (x, y) for a run without a formula, but got {type(rows).__name__}; pass tensors, or "
+                "make the run's data by ft.data.from_frame(frame, client=…, formula=…)"
             )
         frame = as_frame(rows)
         if site is None and design.group in frame.columns:

@@ -1,14 +1,14 @@
-"""What a fitted model predicts beside what was observed, from sums over the rows of all sites.
+"""Predictive checks: predictions of a fitted model compared with observations, by sums over the rows of all sites.
 
-- `calibration`: of yes/no responses, how often predictions came true. A row's probability is that without the row
-  itself, by smoothed importance sampling. Clients count their rows by predicted probability in fine cells; the server
-  makes of the cells' sums bins of about equally many rows, and the isotonic curve.
-- `histograms`: responses that the model draws anew, counted in the same bins as the observed ones. Bins are set from
-  means and variances, so that no site tells its extremes.
+- `calibration`: the observed frequency of yes by predicted probability, for yes/no responses. A row's probability is
+  predicted without the row itself, by smoothed importance sampling. Clients count their rows in fine cells of the
+  predicted probability. From the cells' sums the server makes bins of about equal size, and an isotonic curve.
+- `histograms`: responses replicated from the model, counted in the same bins as the observed ones. Bins are set from
+  means and variances, so that no site discloses its extremes.
 - `site_means`: each site's mean response beside those of replicated responses.
 
-Between organisations a site joins neighbouring cells, or bins, until each has as many rows as its policy wants behind
-what it tells (`joined`), and tells sums of these.
+Between organisations a site joins neighbouring cells, or bins, until each has the minimum number of rows of the site's
+policy (`joined`), and sends the sums of these.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
@@ -43,13 +43,13 @@ from fedtorch.inference._pareto import smoothed
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
-_HALVED = 6  # times that cells are halved at most, so that 64 groups of rows are told
-_REACH = 4.0  # sds that the bins reach from the mean
-_FAR, _MOST_COUNTS = 8.0, 60  # sds that places of counts reach, and how many there are at most
+_HALVED = 6  # cells are halved so many times at most, so that a site sends at most 64 groups of rows
+_REACH = 4.0  # the bins extend so many sds from the mean
+_FAR, _MOST_COUNTS = 8.0, 60  # bins of counts extend so many sds from the mean, and up to this count
 
 
 class Calibration(NamedTuple):
-    """Hold predicted and observed shares in bins of rows, ascending, and in cells the isotonic curve."""
+    """Predicted and observed shares in ascending bins of rows, and the isotonic curve over cells."""
 
     predicted: Tensor  # (B,)
     observed: Tensor  # (B,)
@@ -60,9 +60,9 @@ class Calibration(NamedTuple):
 
 
 class Histograms(NamedTuple):
-    """Hold counts of observed and replicated responses in common bins."""
+    """Counts of observed and replicated responses in common bins."""
 
-    places: Tensor  # (B,) middle of each; of counts the count
+    places: Tensor  # (B,) middle of each bin; for counts, the count
     width: float
     observed: Tensor  # (B,) rows
     replicated: Tensor  # (S, B)
@@ -70,7 +70,7 @@ class Histograms(NamedTuple):
 
 
 class SiteMeans(NamedTuple):
-    """Hold each site's mean response, of yes/no responses its share of yes."""
+    """Each site's mean response; for yes/no responses, its share of yes."""
 
     sites: tuple[str, ...]
     observed: Tensor  # (K,)
@@ -80,11 +80,11 @@ class SiteMeans(NamedTuple):
 def calibration(
     run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.9, tolerance: float = 0.01, seed: int = 0
 ) -> Calibration:
-    """Return how often yes/no responses came true by their predicted probability.
+    """Compare the predicted probability of yes/no responses with the observed frequency.
 
     Raises:
         TypeError: responses that are not yes or no.
-        RuntimeError: sites that do not tell checks.
+        RuntimeError: sites whose policies do not allow checks.
     """
     one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     if one.family is not LOGISTIC:
@@ -106,11 +106,11 @@ def calibration(
 
 
 def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> Histograms:
-    """Return histograms of the observed responses and of responses drawn anew.
+    """Return histograms of the observed responses and of responses replicated from the model.
 
     Raises:
-        TypeError: yes/no responses, whose histogram says nothing.
-        RuntimeError: sites that do not tell checks.
+        TypeError: yes/no responses, whose histogram is not informative.
+        RuntimeError: sites whose policies do not allow checks.
     """
     one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     if one.family is LOGISTIC:
@@ -134,7 +134,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
 
 
 def site_means(run: Run, *, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> SiteMeans:
-    """Return each site's mean response, and those of responses drawn anew; raise RuntimeError like `histograms`."""
+    """Return each site's mean response, observed and replicated; raises RuntimeError as `histograms` does."""
     one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     totals = ask(run, MEANS, one.sent, drawn=one)
     return SiteMeans(
@@ -193,7 +193,7 @@ def _wilson(share: Tensor, count: Tensor, level: float) -> tuple[Tensor, Tensor]
 
 
 def _isotonic(share: Tensor, weight: Tensor) -> Tensor:
-    """Return the ascending shares that fit best."""
+    """Return the isotonic regression of the shares."""
     from sklearn.isotonic import isotonic_regression
 
     return torch.from_numpy(isotonic_regression(share.cpu().numpy(), sample_weight=weight.cpu().numpy()))
@@ -203,11 +203,11 @@ def _isotonic(share: Tensor, weight: Tensor) -> Tensor:
 
 
 def joined(rows: Tensor, minimum: int) -> Tensor:
-    """Return the number of the group of each cell, `(B,)`, of neighbours that have enough rows of all columns.
+    """Group neighbouring cells so that each group has the minimum of rows in all columns; return their groups `(B,)`.
 
-    Cells are halved where both halves have enough, as `fedtorch.data.agreement.histogram` halves its own: groups that
-    end as soon as they have enough would end at the value of a row. What is said there of bins holds of groups. A
-    minimum of 1 leaves every cell alone, also an empty one.
+    Groups are halved while both halves have the minimum, as `fedtorch.data.agreement.histogram` halves bins. If groups
+    ended as soon as they had the minimum, their ends would disclose the values of rows. With a minimum of 1 every cell
+    is a group, also an empty one.
 
     >>> joined(torch.tensor([[0.0], [5.0], [1.0], [3.0], [2.0], [9.0]]), minimum=4)
     tensor([0, 0, 0, 1, 1, 1])
@@ -223,7 +223,7 @@ def joined(rows: Tensor, minimum: int) -> Tensor:
 
 
 def _halved(below: Tensor, first: int, last: int, minimum: int, times: int) -> list[int]:
-    """Return which cells begin a group, but for the first, from how many rows are `below` each `(B + 1, columns)`."""
+    """Return the first cell of each group but the first group, from the rows `below` each cell `(B + 1, columns)`."""
     while times and last - first > 1:
         middle = (first + last) // 2
         left, right = below[middle] - below[first], below[last] - below[middle]
@@ -239,7 +239,7 @@ def _halved(below: Tensor, first: int, last: int, minimum: int, times: int) -> l
 
 
 def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the sums of a holder's cells; those of a group are in the cell of its mean prediction."""
+    """Return the sums of a holder's cells; the sums of a group are in the cell of its mean prediction."""
     sums = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda every, part: _cells(every[0], part))
     group = joined(sums.pop("members")[:, None], holder.minimum)
     if holder.minimum <= 1:
@@ -251,20 +251,21 @@ def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
 
 
 def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    """Return a holder's rows by bins `(B, 1 + S)`; those of a group are spread evenly over its bins.
+    """Return a holder's numbers of rows by bin, `(B, 1 + S)`; the rows of a group are spread evenly over its bins.
 
-    Groups have enough observed rows, and enough replicated ones in the mean, and end where halves of the bins do.
+    Groups have the minimum of observed rows, and on average the minimum of replicated ones. They end where halves of
+    the bins do.
     """
-    asked, edges = (holder, [holder.data], [sent_draws(holder, sent).at]), sent["edges"]
-    rows: Tensor = by_client(*asked, lambda every: _counted(every[0], edges)).sum(0)
+    arguments, edges = (holder, [holder.data], [sent_draws(holder, sent).at]), sent["edges"]
+    rows: Tensor = by_client(*arguments, lambda every: _counted(every[0], edges)).sum(0)
     group = joined(torch.stack([rows[:, 0], rows[:, 1:].mean(1)], 1), holder.minimum)
     totals, sizes = torch.zeros_like(rows).index_add(0, group, rows), torch.bincount(group)
     return totals[group] / sizes[group, None]
 
 
 def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    asked = (holder, [holder.data], [sent_draws(holder, sent).at])
-    return summed(*asked, lambda every, part: _powers(every[0], part))["powers"]
+    arguments = (holder, [holder.data], [sent_draws(holder, sent).at])
+    return summed(*arguments, lambda every, part: _powers(every[0], part))["powers"]
 
 
 def _means(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:

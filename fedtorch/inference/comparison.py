@@ -1,12 +1,12 @@
-r"""Predictive accuracy of fitted models for rows or sites that were left out, and their comparison.
+r"""Predictive accuracy of fitted models for rows or sites that were left out, and comparison of models.
 
-A row left out is still predicted with the other rows of its site: what `loo` and `waic` estimate of rows is conditional
-on the site, log p(y_ki | all other rows). A site left out is predicted as a new one, log p(y_k | other sites): of a run
-of expectation propagation that is log ∫ f_k(φ) cavity_k(φ) dφ, which needs no draws, because a cavity is what the other
-sites say.
+A row left out is still predicted with the other rows of its site: for rows, `loo` and `waic` estimate
+log p(y_ki | all other rows), which is conditional on the site. A site left out is predicted as a new one,
+log p(y_k | other sites). For a run of expectation propagation this is log ∫ f_k(φ) cavity_k(φ) dφ, which needs no
+draws, because a site's cavity is the posterior given the other sites.
 
-Of rows, the server hears sums only: of log densities, of the squares of these and of their differences between models,
-and how many rows had a Pareto k above 0.5 and 0.7.
+Of rows, the server receives sums only: of log densities, of their squares, of the squares of their differences between
+models, and the numbers of rows with a Pareto k above 0.5 and above 0.7.
 
 Source: Vehtari, Gelman and Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation and
 WAIC", Statistics and Computing 27.
@@ -40,16 +40,16 @@ _DOUBTS = {"loo": (0.5, 0.7), "waic": (0.4, 0.4)}
 
 
 class Accuracy(NamedTuple):
-    """Hold the expected log predictive density of what was left out."""
+    """Expected log predictive density of the rows or sites left out."""
 
     elpd: float
-    se: float  # its standard error, over what was left out: √(n · variance), by n - 1 as in R's loo; NaN of one
+    se: float  # its standard error, √(n · variance), with n - 1 as in R's loo; NaN of a single row or site
     parameters: float  # the effective number of parameters; NaN of sites
-    left_out: int  # how many rows, or sites
+    left_out: int  # number of rows, or sites
     unit: str  # "row" or "site"
     method: str  # "loo", "waic", or "cavity"
     doubtful: int  # rows of a Pareto k above 0.5; of WAIC, of a variance above 0.4
-    bad: int  # rows of a Pareto k above 0.7, which their densities cannot be trusted with
+    bad: int  # rows of a Pareto k above 0.7, whose densities cannot be trusted
 
     def __str__(self) -> str:
         text = f"elpd of {self.left_out:,} {self.unit}s left out ({self.method}): {self.elpd:.1f} (se {self.se:.1f})"
@@ -70,20 +70,20 @@ def loo(
     tolerance: float = 0.01,
     seed: int = 0,
 ) -> Accuracy:
-    """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
+    """Compute the accuracy for rows left out, by smoothed importance sampling, or for sites left out, by cavities.
 
     Args:
         run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
             `after_fit=("densities",)`; or of `ft.gibbs` with a regression and a sampler that recorded sites, for rows.
-        out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
+        out: "row", predicted with the other rows of its site, or "site", predicted as a new one.
         draws: of the posterior, at every client; for rows.
-        given: what `corrected` has found, in place of q(φ); for rows.
-        tolerance: see `ep.posterior`, which warns and raises alike.
+        given: the result of `corrected`, in place of q(φ); for rows.
+        tolerance: as in `ep.posterior`, with its warnings and errors.
         seed: of the draws.
 
     Raises:
-        TypeError: a run of something else.
-        RuntimeError: sites that do not tell densities.
+        TypeError: a run of another algorithm or model.
+        RuntimeError: sites whose policies do not allow densities.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -111,8 +111,8 @@ def waic(
 ) -> Accuracy:
     """Compute the widely applicable information criterion, in the units of `loo` (not times −2).
 
-    It costs less than `loo` and is worse where rows are influential, and cannot say so as well. Arguments are those of
-    `loo`.
+    It costs less than `loo`. Where rows are influential it is less accurate, and its diagnostic shows that less
+    reliably. Arguments are those of `loo`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -138,23 +138,23 @@ def compare(
     tolerance: float = 0.01,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Return a table of models, the best first, with each one's difference from it and the difference's error.
+    """Return a table of models, the best first, with the difference of each from the best and its standard error.
 
-    All models are evaluated together, row by row where the rows are, so that their differences are of pairs. A
-    difference below 4, or of less than two standard errors, is none to rely on.
+    All models are evaluated together, row by row at the clients, so that differences are paired by row. Do not rely on
+    a difference below 4, or below two standard errors.
 
-    Sites whose policies have `after_fit=("densities",)` make the rows of each model again, by formulas that they have
-    agreed on before, and tell sums of differences. They have to be in the run that comes last in `runs` still.
+    Sites whose policies have `after_fit=("densities",)` compute the rows of each model anew, by the formulas agreed on
+    before, and send sums of differences. They must still take part in the last run of `runs`.
 
     Args:
         runs: fitted to the same responses, by name; their covariates may differ.
-        out: see `loo`, like the rest.
-        given: what `corrected` has found, by name.
+        out: as in `loo`, like the other arguments.
+        given: results of `corrected`, by name.
 
     Raises:
-        ValueError: runs of other clients, rows or responses; or out="site" of rows that are at sites, which have
-            what other clients say of one run at a time.
-        RuntimeError: sites that do not tell densities, or are in another run.
+        ValueError: runs of other clients, rows or responses; or out="site" for rows that are at sites, which hold the
+            cavities of one run at a time.
+        RuntimeError: sites whose policies do not allow densities, or that are in another run.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -207,7 +207,7 @@ def _sums(
     tolerance: float,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return sums over all rows of what the runs' draws say of each; the last one's clients are asked."""
+    """Return the sums over all rows that the clients of the last run compute from the draws of all runs."""
     _same_clients(runs)
     sources = [
         posterior_of(run.algorithm).draws(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()
@@ -223,7 +223,7 @@ def _sums(
 
 
 def _pointwise(every: list[Drawn], part: slice, method: str) -> dict[str, Tensor]:
-    """Return what draws say of some rows, `(K, n, ...)`."""
+    """Return the quantities of some rows that are summed, `(K, n, ...)` each, from draws of each model."""
     rows = [_METHODS[method](one.log_density(part), one.efficiency) for one in every]
     elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
     doubt, (low, high) = torch.stack([row.doubt for row in rows], -1), _DOUBTS[method]
@@ -252,7 +252,7 @@ def _of_sites(sums: Mapping[str, Tensor], sites: int) -> Accuracy:
 
 
 def _error(total: float, squares: float, count: int) -> float:
-    """Return the standard error of a sum of independent terms, from the sum of their squares: R's loo, by n - 1."""
+    """Return the standard error of a sum of independent terms, from their sum and that of squares, with n - 1."""
     return (count * max(squares - total * total / count, 0.0) / (count - 1)) ** 0.5 if count > 1 else math.nan
 
 
@@ -270,7 +270,7 @@ def _same_clients(runs: Mapping[str, Run]) -> None:
 
 
 def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return sums over a holder's rows of what draws of each run say of them; of responses only whether any differ."""
+    """Return a holder's sums over its rows; of the responses only whether any differ between runs."""
     pairs, method = [*holder.beside, (holder, sent)], str(about["method"])
     sources, data = [sent_draws(one, of_one).at for one, of_one in pairs], [one.data for one, _ in pairs]
     sums = summed(holder, data, sources, lambda every, part: _pointwise(every, part, method))
@@ -278,7 +278,7 @@ def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
 
 
 def _sums_of(form: Form) -> dict[str, Tensor]:
-    """Return room for the sums over rows that `_pointwise` makes of some models."""
+    """Return empty tensors of the shapes of the sums from `_pointwise`."""
     size = 1 + len(form.about.get("beside", ()))
     shapes = {name: [size] for name in ("elpd", "parameters", "doubtful", "bad")}
     shapes |= {"squares": [size + 1, size + 1], "different": [], "rows": []}

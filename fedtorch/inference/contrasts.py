@@ -21,18 +21,18 @@ Combination = str | Mapping[str, float]
 def contrasts(
     run: Run, *combinations: Combination | Mapping[str, Combination], level: float = 0.95, **options: Any
 ) -> ResultFrame:
-    """Return linear combinations of the coefficients in `run.summary()`, with intervals and the probability above 0.
+    """Return linear combinations of the coefficients in `run.summary()`, with intervals and P(> 0).
 
     Args:
         run: of an algorithm with a posterior.
-        combinations: text such as `"age - 2*sex[T.male]"`, of names, numbers, `+ - * /` and parentheses, names that
-            are numbers in backticks; or weights by name, `{"age": 1, "sex[T.male]": -2}`; or any of these by a label
-            of their own, `{"old men": "60*age + sex[T.male]"}`.
+        combinations: text such as `"age - 2*sex[T.male]"`, of names, numbers, `+ - * /` and parentheses, where names
+            that are numbers are in backticks; or weights by name, `{"age": 1, "sex[T.male]": -2}`; or either of these
+            by label, `{"old men": "60*age + sex[T.male]"}`.
         level: of the intervals.
         options: as those of `run.summary`.
 
     Raises:
-        ValueError: a name that is not in the summary, or something else than a linear combination.
+        ValueError: a name that is not in the summary, or text that is not a linear combination.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -47,22 +47,22 @@ def contrasts(
         | dose - 2\\*age | 0.993 | 0.016 | 0.961 to 1.025 | 1.000 |
         | both | 4.017 | 0.010 | 3.997 to 4.038 | 1.000 |
     """
-    found: Estimates = _estimates(run, options)
+    estimates: Estimates = _estimates(run, options)
     weights, labels = [], []
     for label, combination in _labelled(combinations):
-        by_name = linear(combination, found.names) if isinstance(combination, str) else combination
-        missing = [name for name in by_name if name not in found.names]
+        by_name = linear(combination, estimates.names) if isinstance(combination, str) else combination
+        missing = [name for name in by_name if name not in estimates.names]
         if missing:
-            raise ValueError(f"Expected names of {list(found.names)}, but got {missing}")
-        if twice := [name for name in by_name if found.names.count(name) > 1]:
+            raise ValueError(f"Expected names of {list(estimates.names)}, but got {missing}")
+        if twice := [name for name in by_name if estimates.names.count(name) > 1]:
             raise ValueError(f"Expected names of one quantity each, but the summary has {twice} twice; rename columns")
         labels.append(label)
-        weights.append([float(by_name.get(name, 0.0)) for name in found.names])
+        weights.append([float(by_name.get(name, 0.0)) for name in estimates.names])
     if not weights:
         raise ValueError('Expected a combination, but got none; pass one such as "age - 2*sex"')
-    combined = found.combined(torch.tensor(weights, dtype=torch.float64), tuple(labels))
-    if found.diagnostics is not None:
-        stack = combined.nodes.unflatten(0, (found.chains, -1)).numpy()
+    combined = estimates.combined(torch.tensor(weights, dtype=torch.float64), tuple(labels))
+    if estimates.diagnostics is not None:
+        stack = combined.nodes.unflatten(0, (estimates.chains, -1)).numpy()
         combined = combined._replace(diagnostics=Diagnostics(*(torch.tensor(each) for each in diagnostics(stack))))
     table = combined.table(level)
     table.insert(4, "p_positive", _above_zero(combined).tolist())
@@ -72,14 +72,14 @@ def contrasts(
 def _estimates(run: Run, options: dict[str, Any]) -> Estimates:
     if not isinstance(run, Run):
         raise TypeError(
-            f"Expected a run, but got a {type(run).__name__}; of pooled runs take contrasts of each, and pool these by "
-            "pooled([(estimate, covariance), …])"
+            f"Expected a run, but got a {type(run).__name__}; for pooled runs, take the contrasts of each run and pool "
+            "them by pooled([(estimate, covariance), …])"
         )
     return posterior_of(run.algorithm).estimates(run, **options)
 
 
 def _labelled(combinations: tuple[Any, ...]) -> list[tuple[str, Combination]]:
-    """Return combinations with a label each: their own, or the text."""
+    """Return (label, combination) of each: the label given, or the combination as text."""
     labelled: list[tuple[str, Combination]] = []
     for each in combinations:
         if isinstance(each, str):
@@ -91,12 +91,12 @@ def _labelled(combinations: tuple[Any, ...]) -> list[tuple[str, Combination]]:
     return labelled
 
 
-def _above_zero(found: Estimates) -> Tensor:
-    """Return the posterior probability of each quantity that it is above 0, NaN of point estimates."""
-    if found.normal is None and len(found.nodes) == 1:
-        return torch.full_like(found.nodes[0], torch.nan)
-    if found.normal is not None:
-        return torch.special.ndtr(found.normal.mean / found.normal.covariance.diagonal().sqrt())
-    if found.weights is None:
-        return (found.nodes > 0).to(torch.float64).mean(0)
-    return found.weights @ (found.nodes > 0).to(found.weights)
+def _above_zero(estimates: Estimates) -> Tensor:
+    """Return the posterior probability that each quantity is above 0, NaN for point estimates."""
+    if estimates.normal is None and len(estimates.nodes) == 1:
+        return torch.full_like(estimates.nodes[0], torch.nan)
+    if estimates.normal is not None:
+        return torch.special.ndtr(estimates.normal.mean / estimates.normal.covariance.diagonal().sqrt())
+    if estimates.weights is None:
+        return (estimates.nodes > 0).to(torch.float64).mean(0)
+    return estimates.weights @ (estimates.nodes > 0).to(estimates.weights)

@@ -1,9 +1,9 @@
-r"""Multiple imputation over a federation: completed data sets, each drawn with parameters of its own.
+r"""Multiple imputation over a federation: completed data sets, each by its own draw of the parameters.
 
-Sites' rows are taken as normal about a mean of each site (`models.incomplete_normal`), the response among the columns.
-Its parameters are drawn by data augmentation from sums of the sites only (`ft.normal_em(draws=M)`), one draw per data
-set, and each site draws its missing cells from its own rows with that draw: what is uncertain of the parameters is so
-in the data sets, too (proper imputation), and no row leaves its site.
+The model of the rows, the response among the columns, is normal about a mean for each site
+(`models.incomplete_normal`). Its parameters are drawn by data augmentation from sums of the sites only
+(`ft.normal_em(draws=M)`), one draw per data set, and with that draw each site draws its missing cells from its own
+rows. So the data sets carry the uncertainty of the parameters (proper imputation), and no row leaves its site.
 
 Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys"; Schafer (1997), "Analysis of Incomplete
 Multivariate Data"; van Buuren (2018), "Flexible Imputation of Missing Data", chapters 2 and 7.
@@ -36,11 +36,11 @@ _CELLS = 7  # the purpose of a key: drawing cells
 
 
 class Imputed(Sequence[FederatedData]):
-    """Hold the draws that complete data; item m is the data completed by the m-th of them.
+    """A sequence of completed data sets; item m is the data completed by the m-th draw of the parameters.
 
     Attributes:
         run: of data augmentation.
-        r_hat: the largest of means, variances and variances between sites, over all chains.
+        r_hat: the largest R-hat of means, variances and variances between sites.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -83,18 +83,18 @@ def imputed(
 ) -> Imputed:
     """Return completed data sets, to be fitted one by one and `pooled`.
 
-    A `RuntimeWarning` says so where draws have not forgotten where they began after `rounds`.
+    Issues a `RuntimeWarning` if R-hat shows that the chains have not mixed after `rounds`.
 
     Args:
         data: rows with missing cells, of `ft.data.from_frame(..., missing="impute")` or `imputation.incomplete(...)`.
-        imputations: how many; as many as per cent of the rows lack a cell is a good rule.
+        imputations: number of data sets; a good rule is the percentage of rows with a missing cell.
         rounds: of data augmentation, before the draws are taken.
-        between: whether sites, if there are several, have means of their own; False where they are parts of one sample.
+        between: whether each of several sites has its own mean; False where sites are parts of one sample.
         seed: of all draws.
-        population: what makes a population of the data, such as `ft.Distributed`.
+        population: makes a population of the data, such as `ft.Distributed`.
 
     Raises:
-        ValueError: rows of another form, nobody has any value of some column, or fewer rows than columns.
+        ValueError: rows without missing cells, a column without a value at any client, or fewer rows than columns.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -125,9 +125,8 @@ def imputed(
     r_hat = _r_hat(torch.stack(trace[rounds // 2 :], 1))
     if r_hat > _MIXED:
         warnings.warn(
-            f"Expected draws that have forgotten their start after {rounds} rounds, but got R-hat {r_hat:.2f}; use "
-            "more rounds=, between=False where sites need no means of their own, or leave out columns that are hardly "
-            "observed",
+            f"Expected chains that have mixed after {rounds} rounds, but got R-hat {r_hat:.2f}; use more rounds=, "
+            "between=False where sites need no means of their own, or leave out columns with few observed values",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -141,12 +140,12 @@ def completed(
     key: int,
     design: Design | str | None = None,
 ) -> Wrapper:
-    """Let clients complete their rows before they fit them, `algorithm | completed(...)`: for sites, by settings.
+    """Make clients complete their rows before they fit, `algorithm | completed(...)`, by settings that sites can take.
 
     Args:
         mean, covariance, between: one draw of `ft.normal_em(draws=M)`, `run.server.normal`, as lists of numbers.
         key: of this data set, a whole number.
-        design: of the formula, or its `to_json()`; None for rows (x, y) of the columns as they are.
+        design: of the formula, or its `to_json()`; None for rows (x, y) of the columns without encoding.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -177,7 +176,7 @@ def _key(seed: int, number: int) -> Tensor:
 
 
 def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> FederatedData:
-    """Return complete rows of all clients, each from its own."""
+    """Return the data with the rows of every client completed."""
     blocks = [completion.completed(data.stack([k]), normal, key, data.design) for k in range(len(data))]
     rows = [tree.map(lambda leaf: leaf[0], block.batch) for block in blocks]
     counts = torch.cat([block.count for block in blocks]).cpu()
@@ -187,7 +186,7 @@ def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> Fed
 
 
 def _check_columns(data: FederatedData) -> None:
-    """Refuse a column without any value."""
+    """Raise ValueError for a column without any value."""
     empty = ~data.rows.observed.any(0)
     if bool(empty.any()):
         numbers = empty.nonzero()[:, 0].tolist()
@@ -196,7 +195,7 @@ def _check_columns(data: FederatedData) -> None:
 
 
 def _r_hat(trace: Tensor) -> float:
-    """Return the largest R-hat of chains `(M, R, q)`, by ranks: means of few sites have long tails."""
+    """Return the largest rank-normalised R-hat of chains `(M, R, q)`; means of few sites have long tails."""
     az = load_arviz()
     if len(trace) < 2 or trace.shape[1] < 4:
         return float("nan")

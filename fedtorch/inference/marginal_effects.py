@@ -2,8 +2,8 @@ r"""Average marginal effects: by how much the mean response changes with a varia
 
 .. math:: \frac1n \sum_{ki} \frac{\partial}{\partial v} E[y_{ki} \mid \theta_k]
 
-of a number v, and the difference from its first level of a factor, or of a column of zeros and ones. At every draw of
-the coefficients of all sites it is a number, so that it has a posterior.
+for a numeric variable v; for a factor, or a column of zeros and ones, the difference from the first level. It is a
+function of the coefficients of all sites, so that their draws give its posterior.
 
 Source: Williams (2012), "Using the margins command to estimate and interpret adjusted predictions and marginal
 effects", Stata Journal 12.
@@ -35,12 +35,12 @@ from fedtorch.tables.result_frame import ResultFrame
 _DRAWS = 512
 _SEED = 0
 _STEP = 1e-4  # of a derivative, in sds of the variable
-_NUMBERS = 2**22  # of one array over rows and draws
+_NUMBERS = 2**22  # the most elements of an array over rows and draws
 _KINDS = ("number", "binary", "factor")
 
 
 class _Change(NamedTuple):
-    """Hold two values of all rows between which a variable changes."""
+    """The rows with a variable at its lower and at its upper value."""
 
     low: Tensor  # (N, d)
     high: Tensor
@@ -58,22 +58,22 @@ def marginal_effects(
 ) -> ResultFrame:
     """Return average marginal effects on the scale of the response, with intervals.
 
-    They are averaged over rows of the run's sites, with the coefficients of each site: of a logistic model changes of
-    probabilities, of a Poisson model changes of the expected count, of a linear one sums of coefficients.
+    They are averages over rows of the run's sites, with the coefficients of each site. For a logistic model they are
+    changes of probabilities, for a Poisson model of the expected count, and for a linear model sums of coefficients.
 
     Args:
         run: as for `predict`; or on sites whose policies have `after_fit=("margins",)`, which average over their own
             rows, each with its clients' coefficients.
-        frame: rows to average over, of the run's sites, where they are at hand. With the run's formula effects are
-            those of its variables, splines and interactions included, and a frame has to be given; without one, those
-            of the columns of x, and rows are by default the run's own.
-        variables: whose effects, by default all of them.
+        frame: rows of the run's sites to average over, where rows are at hand. A run with a formula needs a frame, and
+            effects are those of the formula's variables, through their splines and interactions. Without a formula
+            effects are those of the columns of x, and rows are by default the run's own.
+        variables: names of the variables, by default all.
         level: of the intervals.
-        given, tolerance: as those of `ranef`.
+        given, tolerance: as in `ranef`.
 
     Raises:
-        ValueError: a variable that is not there, or rows of other sites.
-        RuntimeError: sites that do not tell marginal effects.
+        ValueError: a name that is no variable of the rows, or rows of other sites.
+        RuntimeError: sites whose policies do not allow marginal effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -93,11 +93,11 @@ def marginal_effects(
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")
     if elsewhere and frame is not None:
-        raise ValueError("Expected no frame, for sites average over rows of their own, but got one; leave it out")
+        raise ValueError("Expected no frame, because sites average over their own rows, but got one; leave it out")
     if design is not None and frame is None and not elsewhere:
         raise ValueError(
-            f"Expected the frame whose rows to average over, but got none: effects of {design.formula!r} are those of "
-            "its variables, which columns of x do not tell; pass the frame that the data were made of"
+            f"Expected a frame of rows to average over, but got none: effects of {design.formula!r} are those of its "
+            "variables, which columns of x do not contain; pass the frame that the data were made from"
         )
     every = names if design is None else _variables(design)
     table = None if elsewhere else _table(Columns(names, design, NEW), rows_at_hand(run) if frame is None else frame)
@@ -117,7 +117,7 @@ def marginal_effects(
 
 
 class _Table(NamedTuple):
-    """Hold rows to average over, and how x is made of them."""
+    """Rows to average over, and the design that makes x of them."""
 
     columns: Columns
     read: Rows
@@ -125,7 +125,7 @@ class _Table(NamedTuple):
 
     @property
     def variables(self) -> list[np.ndarray | None]:
-        """Return the values of each variable, None of factors."""
+        """Return the values of each variable, None for factors."""
         design = self.columns.design
         if design is None or self.frame is None:
             return list(self.read.x.mT.numpy())
@@ -133,9 +133,10 @@ class _Table(NamedTuple):
         return [None if name in levels else self.frame[name].to_numpy(np.float64) for name in _variables(design)]
 
     def seen(self, ones: bool, minimum: int = 1) -> dict[str, Tensor]:
-        """Return of which variables rows have other values than 0 and 1, and which vary; if `ones`, are not all 1.
+        """Return for each variable whether it has values besides 0 and 1, and whether it varies.
 
-        Rows are at least `minimum`, and those that have another value than most.
+        Each needs at least `minimum` rows: with a value besides 0 and 1, or with another value than the most frequent
+        one. If `ones`, a column also counts as varying where `minimum` rows are not 1.
         """
         other, varies = [], []
         for values in self.variables:
@@ -149,13 +150,13 @@ class _Table(NamedTuple):
     def effects(
         self, family: Family, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]
     ) -> dict[str, Tensor]:
-        """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows.
+        """Return sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the row count.
 
         Args:
-            family: of a response.
+            family: of the response.
             theta: draws of the sites' coefficients, `(K, S, d)`.
-            sites: their names.
-            kinds: of variables, by number.
+            sites: names of the sites.
+            kinds: of the variables, by number.
         """
         if family is CUMULATIVE:
             raise TypeError(
@@ -170,7 +171,7 @@ class _Table(NamedTuple):
         return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
 
     def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
-        """Return the sum over rows of the changes of the mean response at each draw, for a change by one, `(S,)`."""
+        """Return the sum over rows of changes of the mean response at each draw, per unit of the variable, `(S,)`."""
         owners, offset = np.array(self.read.sites, dtype=object), self.read.offset
         total = torch.zeros(draws.shape[1], dtype=torch.float64)
         for name, theta in zip(sites, draws):
@@ -181,7 +182,7 @@ class _Table(NamedTuple):
         return total / change.step
 
     def _changes(self, number: int, kind: str) -> Iterator[_Change]:
-        """Yield changes of a variable; of a factor from its first level to each other."""
+        """Yield the changes of a variable; for a factor, from its first level to each other level."""
         design = self.columns.design
         if design is None or self.frame is None:
             column = self.read.x[:, number]
@@ -206,7 +207,7 @@ def _table(columns: Columns, rows: Any) -> _Table:
 
 
 def _edges(values: np.ndarray, kind: str, ddof: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the two values of each row between which a number changes, and by how much."""
+    """Return each row's lower and upper value of a numeric variable, and their distance."""
     if kind == "binary":
         return np.zeros(len(values)), np.ones(len(values)), 1.0
     spread = float(np.std(values, ddof=min(ddof, len(values) - 1)))
@@ -220,14 +221,14 @@ def _widened(x: Tensor, theta: Tensor) -> Tensor:
 
 
 def _variables(design: Design) -> list[str]:
-    """Return the variables of a formula, but for the response and the clients."""
+    """Return the variables of a formula, without the response and the column of clients."""
     responses = (design.response, design.parsed.response.column)
     used = {variable.quantity.column for variable in design.parsed.variables}
     return [name for name in design.parsed.columns if name not in responses and name in used]
 
 
 def _kinds(names: Sequence[str], design: Design | None, seen: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what each variable is, without columns of x that are constant."""
+    """Return the kind of each variable (number, binary or factor), without constant columns of x."""
     kinds = {}
     for name, other, varies in zip(names, seen["other"].tolist(), seen["varies"].tolist()):
         if design is not None and name in design.encoding.levels:
@@ -255,12 +256,12 @@ def _columns_of(algorithm: Any, data: Any = None) -> Columns:
 
 
 def _table_of(holder: Holder) -> _Table:
-    """Return the rows that a site averages over: its frame, where there is a formula, or those that it has."""
+    """Return the rows that a site averages over: its frame if there is a formula, otherwise its data."""
     columns = _columns_of(holder.algorithm, holder.data)
     if columns.design is not None and holder.frame is None:
         raise Unanswerable(
-            f"the site has rows and no frame, and effects of {columns.design.formula!r} are those of a frame's "
-            "columns; its side would bring one by SiteConfiguration.of_frame(...)"
+            f"the site has rows but no frame, and effects of {columns.design.formula!r} need the columns of a frame; "
+            "the site would provide one by SiteConfiguration.of_frame(...)"
         )
     return _table(columns, holder.data if columns.design is None else holder.frame)
 

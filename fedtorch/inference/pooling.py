@@ -4,8 +4,9 @@ Of M fits with estimates :math:`\hat Q_m` and covariances :math:`U_m`, the estim
 
 .. math:: T = \bar U + (1 + 1/M) B, \qquad B = \tfrac{1}{M-1} \sum_m (\hat Q_m - \bar Q)(\hat Q_m - \bar Q)',
 
-what the data sets agree on and what missing cells leave open. Intervals are of Student's t with the degrees of freedom
-of Barnard and Rubin (1999, "Small-sample degrees of freedom with multiple imputation", Biometrika 86).
+the variance within data sets plus that between them, due to missing cells. Intervals are of Student's t with the
+degrees of freedom of Barnard and Rubin (1999, "Small-sample degrees of freedom with multiple imputation",
+Biometrika 86).
 
 Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys", section 3.3.
 """
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from fedtorch.tables.result_frame import ResultFrame
 
 Scale = Callable[[Tensor], Tensor]
-_SCALES: dict[str, tuple[Scale, Scale]] = {  # (to the scale of pooling, back), of estimates whose names begin so
+_SCALES: dict[str, tuple[Scale, Scale]] = {  # (to the scale of pooling, back), by the start of an estimate's name
     "sd(": (torch.log, torch.exp),
     "sigma": (torch.log, torch.exp),
     "cor(": (torch.atanh, torch.tanh),
@@ -34,7 +35,7 @@ _SCALES: dict[str, tuple[Scale, Scale]] = {  # (to the scale of pooling, back), 
 
 
 class Pooled(NamedTuple):
-    """Hold what several fits say together.
+    """Estimates pooled over several fits.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,12 +59,12 @@ class Pooled(NamedTuple):
     def summary(self, level: float = 0.95) -> ResultFrame:
         """Return estimates, sds and intervals by name, degrees of freedom (`df`), missing information (`fmi`).
 
-        Standard deviations and correlations of runs are pooled as logarithms and as Fisher's z, and taken back here:
-        their sds are those of the linearised way back.
+        Standard deviations and correlations of runs are pooled as logarithms and as Fisher's z, and transformed back
+        here, with sds by the delta method.
         """
         from scipy.stats import t
 
-        from fedtorch.tables.result_frame import ResultFrame  # needs pandas, which takes its time
+        from fedtorch.tables.result_frame import ResultFrame  # imported here, because pandas imports slowly
 
         if not 0 < level < 1:
             raise ValueError(f"Expected a level between 0 and 1, but got {level}")
@@ -82,16 +83,16 @@ class Pooled(NamedTuple):
 
 
 def refuse_pooled(run: Any, function: str) -> None:
-    """Refuse pooled runs, and vertical fits, where one run is meant."""
+    """Raise TypeError for pooled runs and vertical fits, in functions that take one run."""
     if isinstance(run, Pooled):
         raise TypeError(
-            f"Expected a run, but got {run.fits} that were pooled; take {function}(run, …) of each run, and the mean "
-            "of the estimates, or pooled([(estimate, covariance), …]) of them for intervals"
+            f"Expected a run, but got {run.fits} pooled ones; take {function}(run, …) of each run, and the mean of the "
+            "estimates, or pooled([(estimate, covariance), …]) of them for intervals"
         )
-    if hasattr(run, "history") and not hasattr(run, "population"):  # as `VerticalRun`, which is not imported for this
+    if hasattr(run, "history") and not hasattr(run, "population"):  # a `VerticalRun`, without importing its module
         raise TypeError(
-            f"Expected a run of clients in a population, but got a {type(run).__name__}; run.predict(data) has what "
-            "its models predict, run.evaluate(data) scores"
+            f"Expected a run of clients in a population, but got a {type(run).__name__}; use its run.predict(data) and "
+            "run.evaluate(data)"
         )
 
 
@@ -99,12 +100,12 @@ def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: 
     """Pool fits of completed data sets by Rubin's rules.
 
     Args:
-        fits: runs that have a `run.summary()`, such as those of `ft.ep`; of `ft.maximum_likelihood` coefficients are
-            pooled and variances are not, which have no errors. Or pairs (estimate `(q,)`, covariance `(q, q)`) of any
-            analysis.
+        fits: runs that have a `run.summary()`, such as those of `ft.ep`; or pairs (estimate `(q,)`, covariance
+            `(q, q)`) of any analysis. Of `ft.maximum_likelihood` only coefficients are pooled: its variances have no
+            standard errors.
         names: of the estimates; default: those of the runs' summaries, or "0", "1", ….
         freedom: degrees of freedom that the analysis would have without missing cells, such as n − q of a linear
-            regression; intervals are shorter than they should be where few rows are taken for infinitely many.
+            regression. The default, infinity, makes intervals too short where there are few rows.
 
     Raises:
         ValueError: fewer than two fits, or of different quantities.
@@ -144,8 +145,8 @@ def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: 
 
 
 def _degrees(share: Tensor, count: int, freedom: float) -> Tensor:
-    """Return degrees of freedom from the share of the variance that missing cells make (Barnard and Rubin 1999)."""
-    of_draws = (count - 1) / share.square()  # infinite where nothing is missing
+    """Return degrees of freedom from the share of the variance due to missing cells (Barnard and Rubin 1999)."""
+    of_draws = (count - 1) / share.square()  # infinite where no cell is missing
     if math.isinf(freedom):
         return of_draws
     observed = (freedom + 1) / (freedom + 3) * freedom * (1 - share)
@@ -168,9 +169,9 @@ def _estimate(fit: Any) -> _Fit:
 
 
 def _of_run(run: Run) -> _Fit:
-    """Return the moments of what a run's summary shows, on the scales of pooling."""
+    """Return mean and covariance of the quantities in a run's summary, on the scales of pooling."""
     shown = posterior_of(run.algorithm).estimates(run)
-    if len(shown.nodes) < 2 and shown.normal is not None:  # of maximum likelihood, whose variances have no errors
+    if len(shown.nodes) < 2 and shown.normal is not None:  # maximum likelihood, whose variances have no errors
         mean, covariance = (part.detach().to("cpu", torch.float64) for part in shown.normal)
         return _Fit(shown.names[: len(mean)], mean, covariance, ("",) * len(mean))
     keys = [next((key for key in _SCALES if name.startswith(key)), "") for name in shown.names]
@@ -187,7 +188,7 @@ def _of_run(run: Run) -> _Fit:
 
 
 def _check_alike(fits: Sequence[_Fit], names: Sequence[str] | None) -> None:
-    """Refuse fits of different quantities, and names that do not fit."""
+    """Raise ValueError for fits of different quantities, and for another number of names."""
     shapes = sorted({tuple(fit.mean.shape) for fit in fits})
     if len(shapes) > 1 or any(fit.covariance.shape != (*fit.mean.shape, *fit.mean.shape) for fit in fits):
         raise ValueError(
@@ -196,6 +197,6 @@ def _check_alike(fits: Sequence[_Fit], names: Sequence[str] | None) -> None:
         )
     different = next((fit for fit in fits if fit.names != fits[0].names), None)
     if different is not None:
-        raise ValueError(f"Expected fits of {list(fits[0].names)} all, but got one of {list(different.names)}")
+        raise ValueError(f"Expected all fits to be of {list(fits[0].names)}, but got one of {list(different.names)}")
     if names is not None and len(names) != shapes[0][0]:
         raise ValueError(f"Expected a name for each of {shapes[0][0]} quantities, but got {len(names)}")

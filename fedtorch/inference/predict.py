@@ -1,4 +1,4 @@
-"""Predictions of rows with intervals: of the mean response and of a new one, at known sites and at others."""
+"""Predictions of rows, with intervals of the mean response and of a new response, at the run's sites and new ones."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def predict(
 ) -> ResultFrame:
     """Return a prediction for each row, with intervals of the mean response and of a new response.
 
-    Of an ordered response it is the probability of each level, a line each.
+    For an ordered response the table has a line for the probability of each level.
 
-    A row of a site of the run is predicted with that site's coefficients. Any other is one of a new site, whose
-    coefficients spread as those of all sites do; `known` says which it is. Columns are `site`, `known`, `estimate` and
-    `sd` of the mean response (a probability, of binary responses), the interval `low`, `high` of it, and the interval
-    `new_low`, `new_high` that holds a new response, a number of successes where rows have trials. Sites of other
-    organisations are known as far as their policies have `after_fit=("effects",)`.
+    A row of a site of the run is predicted with that site's coefficients. Any other row is predicted as one of a new
+    site, whose coefficients vary as those of all sites do. Columns are `site`; `known`, whether the site is one of the
+    run; `estimate` and `sd` of the mean response (for binary responses a probability) and its interval `low`, `high`;
+    and `new_low`, `new_high`, the interval of a new response (a number of successes where rows have trials). Sites of
+    other organisations can be predicted if their policies have `after_fit=("effects",)`.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, of `ft.maximum_likelihood`, whose intervals are given the estimated
-            variances, of `ft.gibbs` with a regression and a sampler that recorded sites, or of `ft.matrix_normal`,
-            whose own sites alone are known; or sites, as by `adapted`.
-        rows: a frame with the columns of the run's formula, or with columns that are called as the coefficients;
-            `FederatedData` whose clients are called as the sites; or x `(n, d)`.
+        run: of `ft.ep` with a hierarchical model; of `ft.maximum_likelihood`, with intervals given the estimated
+            variances; of `ft.gibbs` with a regression and a sampler that recorded sites; of `ft.matrix_normal`, for its
+            own sites only; or sites, as `adapted` returns them.
+        rows: a frame with the columns of the run's formula, or with a column named after each coefficient;
+            `FederatedData` whose clients are named after the sites; or x `(n, d)`.
         interval: probability of the intervals.
-        site: of a frame, the column that says whose row it is, by default that of the formula; or else the name of the
-            site that all rows are of. Without either rows are those of a new site.
-        given, tolerance: as those of `ranef`.
+        site: the column of a frame with each row's site, by default that of the formula; or the name of the site of all
+            rows. Without either, rows are those of a new site.
+        given, tolerance: as in `ranef`.
 
     Raises:
         TypeError: an algorithm that has no such posterior, or a likelihood of your own without a family.
         ValueError: rows of other columns.
-        RuntimeError: sites that do not tell effects.
+        RuntimeError: sites whose policies do not allow effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -81,18 +81,18 @@ def predict(
             raise ValueError(f"Expected rows of the sites {list(names)}, but got {unknown}; name one of them by site=")
         sources = dict.fromkeys(groups, run)
     else:
-        found_by = posterior_of(run.algorithm)
-        known = found_by.coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
-        other = found_by.newcomers(run, given, tolerance) if unknown else None
+        posterior = posterior_of(run.algorithm)
+        known = posterior.coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
+        other = posterior.newcomers(run, given, tolerance) if unknown else None
         sources = {label: other if label in unknown else known for label in groups}  # type: ignore[misc]
     ordered = next((source.ordered for source in sources.values()), None)
     respond = predicted if ordered is None else level_probabilities
-    found: list[Predicted | LevelsPredicted] = []
+    predictions: list[Predicted | LevelsPredicted] = []
     places: list[np.ndarray] = []
     for label, source in sources.items():
         mine = np.flatnonzero(np.array(read.sites, dtype=object) == label)
         places.append(mine)
-        found.append(
+        predictions.append(
             respond(source, 0 if label in unknown else names.index(label), read.take(torch.from_numpy(mine)), interval)
         )
     order = np.argsort(np.concatenate(places)) if places else np.zeros(0, dtype=np.int64)
@@ -103,18 +103,18 @@ def predict(
     columns["known"] = [label not in unknown for label in columns["site"]]
     columns |= {"level": list(levels) * len(read.sites)} if levels else {}
     for i, field in enumerate((Predicted if ordered is None else LevelsPredicted)._fields):
-        parts = [part[i] for part in found]
-        columns[field] = torch.cat(parts)[torch.from_numpy(order)].flatten().tolist() if found else []
+        parts = [part[i] for part in predictions]
+        columns[field] = torch.cat(parts)[torch.from_numpy(order)].flatten().tolist() if predictions else []
     return ResultFrame.of(columns, read.index[index], level=interval)
 
 
 def _check_trials(run: Run | Coefficients, read: Rows) -> None:
-    """Warn where rows lack the column of their numbers of trials."""
+    """Warn if rows lack the column of their numbers of trials."""
     design = columns_of(run).design
     trials = None if design is None else design.trials or design.parsed.trials
     if trials is not None and read.trials is None:
         warnings.warn(
-            f"Expected numbers of trials in column {trials!r}, but the rows have none, and count as one trial each; "
-            "add the column for numbers of successes",
+            f"Expected numbers of trials in column {trials!r}, but the rows have no such column and count as one trial "
+            "each; add the column to predict numbers of successes",
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""The questions that sites answer after a fit, by name: nothing else that comes over the wire decides what is computed.
+"""The questions that sites answer after a fit, by name. Messages select among these and cannot run other code.
 
-Which of them a fit answers its posterior says, `Posterior.questions`.
+`Posterior.questions` lists the questions that a fit answers.
 
 >>> QUESTIONS["calibration"].tells
 'checks'

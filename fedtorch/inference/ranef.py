@@ -1,4 +1,4 @@
-"""Effects of sites: by how much each one's coefficients deviate, what they are, and what its rows say of them alone."""
+"""Effects of sites: coefficients of each site, their deviations from the shared ones, and estimates without pooling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedtorch.models.device_posterior import interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
 
-_SAYS = 0.25  # of that prior's sd, above which rows say nothing
+_INFORMED = 0.25  # share of the wide prior's sd from which a site's rows count as uninformative
 
 
 def ranef(
@@ -30,22 +30,24 @@ def ranef(
 ) -> ResultFrame:
     """Return the coefficients of each site: `estimate`, `sd`, interval (`low`, `high`), by site and coefficient.
 
-    Of draws there are `r_hat` and `ess` too; of `ft.gibbs`, the run's `ft.Sampler` has to record sites.
+    For runs with draws the table has `r_hat` and `ess`, too. The `ft.Sampler` of a run of `ft.gibbs` has to record
+    sites.
 
     Args:
         run: of `ft.ep` with a hierarchical model or of `ft.maximum_likelihood`, with its rows at hand or on sites whose
-            policies have `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; of `ft.matrix_normal` with
-            `total=True`, likewise; or sites, as by `adapted`. Of maximum likelihood they are best linear unbiased
-            predictions where the model is linear, their sds prediction errors given the estimated variances.
+            policies have `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; of `ft.matrix_normal` with its
+            rows at hand and `total=True`; or sites, as `adapted` returns them. For a linear model fitted by maximum
+            likelihood, estimates are best linear unbiased predictions, and sds are prediction errors given the
+            estimated variances.
         level: of the intervals.
-        total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
-            from what is shared, of the coefficients that differ.
-        given: the corrected posterior of what is shared, see `fedtorch.federation.algorithms.ep.correction`.
-        tolerance: as that of `ep.posterior`, which warns and raises alike.
+        total: whether to return the coefficients themselves, also those that all sites share; default: of the
+            coefficients that differ, the deviations from their shared mean.
+        given: the corrected posterior of the shared parameters, see `fedtorch.federation.algorithms.ep.correction`.
+        tolerance: as in `ep.posterior`, with its warnings and errors.
 
     Raises:
         TypeError: an algorithm that has no such posterior, or a sampler without sites.
-        RuntimeError: sites that do not tell effects; the message says which line of their policy would.
+        RuntimeError: sites whose policies do not allow effects; the message names the setting that would.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -64,11 +66,11 @@ def ranef(
     refuse_pooled(run, "ranef")
     if isinstance(run, Coefficients):
         if not total:
-            raise ValueError("Expected a run, but got other sites, whose totals alone are known; pass total=True")
+            raise ValueError("Expected a run, but got other sites, of which only totals are known; pass total=True")
         sites = run
     else:
-        known = posterior_of(run.algorithm)
-        sites = (known.coefficients if total else known.deviations)(run, given, tolerance)
+        posterior = posterior_of(run.algorithm)
+        sites = (posterior.coefficients if total else posterior.deviations)(run, given, tolerance)
     return _of_mixture(sites, level) if sites.draws is None else _of_draws(sites, sites.draws, level)
 
 
@@ -94,39 +96,39 @@ def _index(sites: Coefficients) -> pd.MultiIndex:
 
 
 class SiteEstimates(NamedTuple):
-    """Hold the coefficients that differ by site, `r` of them, of `K` sites."""
+    """Estimates of the `r` coefficients that differ by site, for `K` sites."""
 
     sites: tuple[str, ...]
     coefficients: tuple[str, ...]
     mean: Tensor  # (K, r) of each site's posterior
     low: Tensor  # (K, r) of its interval
     high: Tensor
-    own: Tensor  # (K, r) of the site's rows alone, NaN where they say nothing
-    own_sd: Tensor
-    centre: Tensor  # (r,) what sites have in common
+    unpooled: Tensor  # (K, r) from the site's rows alone, NaN where they are uninformative
+    unpooled_sd: Tensor
+    centre: Tensor  # (r,) shared mean of the sites' coefficients
     centre_low: Tensor
     centre_high: Tensor
     spread: Tensor  # (r,) sd of the sites' coefficients
-    scale: str  # what coefficients are effects on
+    scale: str  # name of the scale of the effects, such as log-odds
 
 
 def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstimates:
-    """Return own and pooled estimates of each site's coefficients, in the units of the data where a design is known.
+    """Return unpooled and pooled estimates of each site's coefficients, in the data's units if the design is known.
 
-    A site's own estimate is that under a prior so wide that it says nothing, with the noise and the fixed effects as
-    all sites have found them; where the rows say nothing either, as of a slope without variation or of a log-odds whose
-    responses are all 0, there is none. Partial pooling is the site's posterior.
+    A site's unpooled estimate is that under a very wide prior, with the noise and the fixed effects as estimated from
+    all sites. It is NaN where the site's rows are uninformative, as for the slope of a constant variable or log-odds of
+    responses that are all 0. Partial pooling is the site's posterior.
 
     Args:
         run: of `ft.ep` with a hierarchical model of a known family, or of `ft.gibbs` with a regression and a sampler
             that recorded sites.
         level: probability of the intervals.
-        tolerance: see `ep.posterior`, which warns and raises alike.
+        tolerance: as in `ep.posterior`, with its warnings and errors.
 
     Raises:
-        TypeError: a run of something else.
+        TypeError: a run of another algorithm or model.
         ValueError: a model whose coefficients are the same for all sites.
-        RuntimeError: sites whose policy does not tell effects.
+        RuntimeError: sites whose policies do not allow effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -135,28 +137,28 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         >>> x, z = torch.ones(8, 1).double(), ft.random.normal(ft.random.key(0), (5, 8), torch.float64)
         >>> data = ft.data.from_tensors([(x, k + z[k]) for k in range(5)])
         >>> model = hierarchical.linear(hierarchical.normal(1, sd=5.0, names=["level"]), noise=1.0)
-        >>> found = site_estimates(ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled()), level=0.9)
-        >>> bool((found.own[:, 0] - torch.stack([y.mean() for _, y in data])).abs().max() < 0.01)
+        >>> sites = site_estimates(ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled()), level=0.9)
+        >>> bool((sites.unpooled[:, 0] - torch.stack([y.mean() for _, y in data])).abs().max() < 0.01)
         True
-        >>> bool(((found.mean - found.centre).abs() < (found.own - found.centre).abs()).all())  # drawn to the mean
+        >>> bool(((sites.mean - sites.centre).abs() < (sites.unpooled - sites.centre).abs()).all())  # shrunk
         True
     """
-    found = posterior_of(run.algorithm).pooling(run, level, tolerance)
-    low, high = interval(found.pooled.marginals(), level)
-    mean, variance = found.own.means[:, 0], found.own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
-    says = variance.sqrt() < _SAYS * WIDE * found.spread
-    at = lambda part: part[..., found.place]
+    pooling = posterior_of(run.algorithm).pooling(run, level, tolerance)
+    low, high = interval(pooling.pooled.marginals(), level)
+    mean, variance = pooling.own.means[:, 0], pooling.own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
+    informed = variance.sqrt() < _INFORMED * WIDE * pooling.spread
+    at = lambda part: part[..., pooling.place]
     return SiteEstimates(
         sites=tuple(run.population.names),
-        coefficients=tuple(found.names[j] for j in found.place),
-        mean=at(found.pooled.marginals().mean),
+        coefficients=tuple(pooling.names[j] for j in pooling.place),
+        mean=at(pooling.pooled.marginals().mean),
         low=at(low),
         high=at(high),
-        own=at(mean.where(says, torch.nan)),
-        own_sd=at(variance.sqrt().where(says, torch.nan)),
-        centre=at(found.centre),
-        centre_low=at(found.centre_low),
-        centre_high=at(found.centre_high),
-        spread=at(found.spread),
-        scale=found.family.effects if found.family else "effect",
+        unpooled=at(mean.where(informed, torch.nan)),
+        unpooled_sd=at(variance.sqrt().where(informed, torch.nan)),
+        centre=at(pooling.centre),
+        centre_low=at(pooling.centre_low),
+        centre_high=at(pooling.centre_high),
+        spread=at(pooling.spread),
+        scale=pooling.family.effects if pooling.family else "effect",
     )

@@ -14,18 +14,18 @@ def to_inferencedata(
 ) -> Any:
     """Return the posterior as ArviZ's `InferenceData`, whose coordinates are names of coefficients and sites.
 
-    Of `ft.ep` it has independent draws of the posterior that was found: `beta` of the coefficients, `sd` and `cor` of
-    those that differ between sites, `sigma` of the noise, and where rows are at hand `theta`, the coefficients of each
-    site. Chains are alike then, and R-hat says nothing. Of `ft.gibbs` they are the draws of its sampler.
+    For `ft.ep` it has independent draws from the estimated posterior: `beta` of the coefficients, `sd` and `cor` of
+    those that differ between sites, `sigma` of the noise and, where rows are at hand, `theta`, the coefficients of each
+    site. Its chains do not differ, so R-hat is not informative. For `ft.gibbs` it has the draws of the sampler.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, or of `ft.gibbs` with a sampler that keeps its draws.
-        draws: of each chain, of `ft.ep`.
-        chains: how many, of `ft.ep`.
-        given, tolerance: as those of `ranef`.
+        run: of `ft.ep` with a hierarchical model, or of `ft.gibbs` with a sampler that stores its draws.
+        draws: of each chain, for `ft.ep`.
+        chains: number of chains, for `ft.ep`.
+        given, tolerance: as in `ranef`.
 
     Raises:
-        TypeError: a run of something else.
+        TypeError: a run of another algorithm or model.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -132,8 +132,8 @@ def is_largest_best(given: bool | None, own: bool | None) -> bool:
     """
     if given is None and own is None:
         raise ValueError(
-            "Expected largest_is_best=True (as of accuracy) or False (as of errors), for the metric, a function, does "
-            "not say which end is the worst; ft.metrics.mean_of(function, largest_is_best) does"
+            "Expected largest_is_best=True (as for accuracy) or False (as for errors), because a function as metric "
+            "does not define which end is worst; pass it, or use ft.metrics.mean_of(function, largest_is_best)"
         )
     return bool(own if given is None else given)
 

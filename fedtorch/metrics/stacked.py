@@ -110,8 +110,8 @@ def values_per_row(value: Any, rows: int) -> Tensor | None:
         return None
     if number.shape not in ((rows,), (rows, 1)):
         raise ValueError(
-            f"Expected one number or a value per row, shape ({rows},), but got shape {tuple(number.shape)}; take the "
-            "mean over what a row has several of, or return a dict of what should be kept as it is"
+            f"Expected one number or a value per row, shape ({rows},), but got shape {tuple(number.shape)}; return the "
+            "mean of a row's several values, or a dict to keep outputs without a mean"
         )
     return number.detach().reshape(rows).double()
 

@@ -110,7 +110,7 @@ def _parted(batch: Tree, extras: Sequence[str]) -> tuple[Tree, Mapping[str, Tens
     unknown = [name for name in batch[2] if name not in extras]
     if unknown:
         raise ValueError(
-            f"Expected rows (x, y) with {' or '.join(extras) or 'nothing'} beside them, as this model knows, but got "
+            f"Expected rows (x, y), with {' or '.join(extras) or 'no extras'} for this model, but got "
             f"{', '.join(map(repr, unknown))}; leave it out, or use another model"
         )
     return tuple(batch[:2]), batch[2]

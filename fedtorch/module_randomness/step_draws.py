@@ -63,7 +63,7 @@ class StepKeys:
         return Draws(self._steps[step - self._first], self._calls[step - self._first])
 
     def some(self, clients: Tensor, step: int) -> StepKeys:
-        """Return the draws of some of the clients, made with all clients' of a step."""
+        """Return the draws of some of the clients, taken from those of all clients in a step."""
         if not isinstance(self._keys, Tensor):  # no draw so far
             return StepKeys(lambda: self.keys[clients.to(self.keys.device)])
         self[step]
@@ -101,11 +101,11 @@ class Draws:
         return Draws(self.keys[at], self.calls[at])
 
     def alone(self, client: int) -> KeyedRandomness:
-        """Return the draws of one client, made together with those of the next ones, which probably draw the same."""
+        """Return the draws of one client; those of the next clients, probably of the same kinds, are made with them."""
         return _AmongOthers(self, client)
 
     def of(self, client: int, call: int, function: Callable[..., Tensor], count: int, arguments: Any) -> Tensor | None:
-        """Return `count` numbers of a client's call; None if others have drawn other kinds in this call."""
+        """Return `count` numbers of a client's call; None if other clients have drawn another kind in this call."""
         what, made = (function, arguments), self._made.get(call)
         if call >= self.calls.shape[1] or (made is not None and made.what != what):
             return None

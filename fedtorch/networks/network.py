@@ -95,7 +95,7 @@ class Network:
         self.__dict__.update(values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"Expected a network to stay as it is, but got a new {name}; make another Network")
+        raise AttributeError(f"Expected no change of a network, but got a new {name}; make another Network")
 
     def __len__(self) -> int:
         return self.nodes

@@ -83,7 +83,7 @@ def site_forest(estimates: SiteEstimates, j: int, *, level: float, own: bool = F
     """Build the forest of a coefficient, with the sites' own estimates if `own`."""
     name = estimates.coefficients[j]
     order = estimates.mean[:, j].argsort(stable=True).tolist()
-    columns = (part[:, j].tolist() for part in (estimates.low, estimates.mean, estimates.high, estimates.own))
+    columns = (part[:, j].tolist() for part in (estimates.low, estimates.mean, estimates.high, estimates.unpooled))
     every = list(zip(estimates.sites, *columns))
     lines = [Line(*(every[k] if own else every[k][:4])) for k in order]
     low, middle, high = (float(part[j]) for part in (estimates.centre_low, estimates.centre, estimates.centre_high))
@@ -97,7 +97,7 @@ def site_forest(estimates: SiteEstimates, j: int, *, level: float, own: bool = F
 
 def site_funnel(estimates: SiteEstimates, j: int) -> Chart | None:
     """Build the funnel of a coefficient, None if no site has an own estimate."""
-    effects, sd = estimates.own[:, j].numpy(), estimates.own_sd[:, j].numpy()
+    effects, sd = estimates.unpooled[:, j].numpy(), estimates.unpooled_sd[:, j].numpy()
     known = np.isfinite(effects) & np.isfinite(sd) & (sd > 0)
     if not known.any():
         return None

@@ -21,7 +21,7 @@ def every() -> Iterator[Program]:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    logging.getLogger("fedtorch.programs.engine").setLevel(logging.ERROR)  # its advice is to do what is being done
+    logging.getLogger("fedtorch.programs.engine").setLevel(logging.ERROR)  # it would advise to run this module
     for each in dict.fromkeys(every()):
         each.compile()
-        logging.info("%s is there", each.name)
+        logging.info("%s is ready", each.name)

@@ -53,7 +53,7 @@ class Cache:
             if data is not None:
                 return CompileResult._rebuild(target, *pickle.loads(data))
         except Exception as error:  # for any fault in a file, the program is compiled
-            _LOG.warning("the program %s is compiled, for it could not be read: %s", self._name, error)
+            _LOG.warning("compiling the program %s again, because its file could not be read: %s", self._name, error)
         self._missed()
         return None
 
@@ -93,9 +93,9 @@ def folder() -> Path:
         others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
         if others or status.st_uid not in (0, _user()):
             raise PermissionError(
-                f"Expected {each}, above compiled programs, to belong to this user or root and nobody else to write to "
-                f"it, but its mode is {stat.filemode(status.st_mode)}, its owner {status.st_uid}; mend it or set "
-                "XDG_CACHE_HOME"
+                f"Expected {each}, above compiled programs, to belong to this user or root and to be writable by no "
+                f"other user, but its mode is {stat.filemode(status.st_mode)}, its owner {status.st_uid}; correct this "
+                "or set XDG_CACHE_HOME"
             )
     return place
 
@@ -150,4 +150,4 @@ def _user() -> int:
 
 @functools.cache
 def _once(reason: str) -> None:
-    _LOG.warning("compiled programs are not kept, and every process compiles them again: %s", reason)
+    _LOG.warning("compiled programs are not cached, so every process compiles them again: %s", reason)

@@ -70,7 +70,7 @@ class Program:
         if self.signatures:
             with ExitStack() as compiling:
                 made._cache = cache.Cache(
-                    self.name, self.text(), missed=lambda: compiling.enter_context(_said(self.name))
+                    self.name, self.text(), missed=lambda: compiling.enter_context(_log_if_slow(self.name))
                 )
                 for signature in self.signatures:
                     made.compile(signature)
@@ -134,19 +134,19 @@ def _importable() -> bool:
     try:
         importlib.import_module("numba")
     except Exception as error:  # numba refuses releases of NumPy and Python with errors of several classes
-        _LOG.warning("numba cannot be imported, and operations run without programs, more slowly: %s", error)
+        _LOG.warning("numba cannot be imported, so operations run without compiled programs, more slowly: %s", error)
         return False
     return True
 
 
 @contextmanager
-def _said(name: str) -> Iterator[None]:
+def _log_if_slow(name: str) -> Iterator[None]:
     """Log the compilation inside, if it takes longer than a moment."""
     began = time.monotonic()
     word = threading.Timer(
         _PATIENCE,
         _LOG.warning,
-        ("compiling the program %s, once on this machine; `python -m fedtorch.programs` does it ahead", name),
+        ("compiling the program %s, once on this machine; `python -m fedtorch.programs` compiles all in advance", name),
     )
     word.daemon = True
     word.start()
@@ -154,4 +154,4 @@ def _said(name: str) -> Iterator[None]:
         yield
     finally:
         word.cancel()
-        _LOG.debug("the program %s is there after %.2f s", name, time.monotonic() - began)
+        _LOG.debug("the program %s is ready after %.2f s", name, time.monotonic() - began)

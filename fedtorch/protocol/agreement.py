@@ -75,7 +75,7 @@ def site_half(site: Answers, server: Name = 0) -> Half:
     while True:
         question = yield Receive(server, decoded)
         if question.get("step") == "failed":
-            raise ValueError(f"Expected sites that agree, but the server says: {str(question.get('why'))[:2000]}")
+            raise ValueError(f"Expected an agreement of sites, but the server sent: {str(question.get('why'))[:2000]}")
         if question.get("step") == "over":
             return _design(site)
         yield Send(server, encoded(site.answer(question)))

@@ -89,7 +89,7 @@ class Streams:
     def _heard(self, other: int, token: bytes) -> tuple[bytes, int]:
         host, shown, port = _PLACE.unpack(self.read(other, _PLACE.size))
         if not secrets.compare_digest(shown, token):
-            raise RuntimeError(f"Expected to hear where a rank listens from rank {other}, but got something else")
+            raise RuntimeError(f"Expected the address of rank {other}, but got a message with another token")
         return host, port
 
     def write(self, other: int, data: bytes) -> None:
@@ -141,7 +141,7 @@ class Streams:
         return RuntimeError(f"Expected rank {other} to answer within {seconds:g} s, but got nothing")
 
     def _gone(self, other: int) -> RuntimeError:
-        return RuntimeError(f"Expected rank {other} to answer, but got the end of its stream; see what it says itself")
+        return RuntimeError(f"Expected rank {other} to answer, but got the end of its stream; see its own error")
 
     def close(self) -> None:
         """Close all streams after the written bytes have arrived."""

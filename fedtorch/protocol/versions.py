@@ -184,8 +184,8 @@ def alone_in(folder: Path | str | None) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         raise FileExistsError(
-            f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
-            "another folder for another site"
+            f"Expected a folder that no other process uses, but one uses {folder}; end that process, or choose another "
+            "folder for another site"
         ) from error
     try:
         yield

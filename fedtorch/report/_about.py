@@ -1,7 +1,4 @@
-"""The facts of a live run besides its history: clients, network, posteriors, settings, versions.
-
-All of it is plain data, which JSON holds.
-"""
+"""The facts of a run besides its history, as plain data for JSON: clients, network, posteriors, settings, versions."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from fedtorch.vfl.fit.run import VerticalRun
 
 FORMAT = 1
 _SHOWN = 20  # clients whose missing cells are shown
-_NODES, _EDGES = 1200, 3000  # of a network that are drawn
+_NODES, _EDGES = 1200, 3000  # the most nodes and edges of a network that are drawn
 
 
 def about(
@@ -36,15 +33,15 @@ def about(
     network: Any = None,
     clients: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return what a report says of a run besides its history.
+    """Return the facts of a run for its report, besides the history.
 
     Args:
-        run: begun, or done.
+        run: the run, during or after training.
         title: of the report; default: the algorithm's name.
-        ended: why it ended, if that is worth a word; default: what the run knows of it.
-        scores: of the clients' models, as `Run.evaluate` gives them.
+        ended: the reason why the run ended, if the report should give one; default: `run.ended`.
+        scores: of the clients' models, from `Run.evaluate`.
         network: a `Network` to draw; default: that of the algorithm, if it has one.
-        clients: their own posteriors, see `posteriors.by_client`.
+        clients: each client's posterior, see `posteriors.by_client`.
     """
     settings = run.fingerprint()
     return {
@@ -59,14 +56,14 @@ def about(
         "machine": f"{platform.platform()}, {platform.machine()}",
         "scores": {name: _score(score) for name, score in (scores or {}).items() if score.is_number},
         "network": reduced(network),
-        "posteriors": [*posteriors.found(run), *(clients or [])],
+        "posteriors": [*posteriors.described(run), *(clients or [])],
         "disclosure": _disclosure(run),
         **({} if isinstance(run, VerticalRun) else _of_federation(run, network, bool(ended or run.ended))),
     }
 
 
 def _of_federation(run: Run, network: Any, ended: bool) -> dict[str, Any]:
-    """Return the facts that a vertical fit has not: the algorithm's network and budget, what the population knows."""
+    """Return the facts that vertical fits do not have, of the algorithm and of the population."""
     organisations = getattr(run.population, "organisations", {})
     return {
         "network": reduced(run.algorithm.exchange.network if network is None else network),
@@ -87,7 +84,7 @@ def _score(score: Score) -> dict[str, Any]:
 
 
 def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
-    """Return what leaves a client or a site, a row for all fields that are alike; nothing of fits in one graph."""
+    """Return the disclosure table, header first, with one row for similar fields; empty for fits in one graph."""
     if not hasattr(run, "disclosure"):
         return []
     brief = run.disclosure(brief=True)
@@ -95,8 +92,8 @@ def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
 
 
 def _missing(run: Run) -> dict[str, Any] | None:
-    """Return the shares of missing cells by client, those that lack most first; None where rows lacked none."""
-    elsewhere = hasattr(run.population, "counts")  # at sites, which say how many rows they have
+    """Return the shares of missing cells by client, largest first; None if no cell was missing."""
+    elsewhere = hasattr(run.population, "counts")  # a population of sites has row counts and no rows
     data = None if elsewhere else getattr(run.population, "data", None)
     if not isinstance(data, FederatedData) or not (data.absent or isinstance(data.rows, Incomplete)):
         return None
@@ -107,13 +104,13 @@ def _missing(run: Run) -> dict[str, Any] | None:
 
 
 def _audited(run: Run) -> str:
-    """Return the name of the file of the server's audit record, empty where it keeps none."""
+    """Return the name of the file of the server's audit record, empty if there is none."""
     record = getattr(getattr(run.population, "plan", None), "record", None)
     return "" if record is None else record.path.name
 
 
 def _privacy(run: Run) -> dict[str, Any] | None:
-    """Return the claim of an algorithm that accounts for what it tells, and its budget."""
+    """Return the claim and the budget of an algorithm with a privacy ledger."""
     ledger = getattr(run.algorithm.budget, "ledger", None)
     if ledger is None:
         return None
@@ -121,7 +118,7 @@ def _privacy(run: Run) -> dict[str, Any] | None:
 
 
 def reduced(network: Network | None) -> dict[str, Any] | None:
-    """Return what a drawing needs of a network, as plain data: drawn nodes, their places, edges, and facts."""
+    """Return a network as plain data for a drawing: nodes to draw, their places, edges, and facts."""
     if network is None:
         return None
     shown = np.unique(np.linspace(0, network.nodes - 1, min(_NODES, network.nodes)).round().astype(int))

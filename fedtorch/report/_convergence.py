@@ -1,4 +1,4 @@
-"""How expectation propagation went, in words: whether it has settled, why it took short steps, who was left out."""
+"""Sentences on expectation propagation: whether it has settled, why steps were short, which clients were left out."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("mean_change", "sd_change", "damping", "remaining", "improper", "failed", "moved")
-_FAR = 5.0  # sds that a mean may move in a round
+_FAR = 5.0  # the most sds that a mean may move in a round without damping
 
 
 def propagation(table: pd.DataFrame) -> list[str]:
-    """Return sentences about the rounds of a run, none where the history is not that of expectation propagation.
+    """Return sentences about the rounds of a run; none if the history is not of expectation propagation.
 
     Args:
-        table: of the history, from the first round on.
+        table: the history, from the first round on.
     """
     if not len(table) or not set(COLUMNS[:5]) <= set(table):
         return []
@@ -33,7 +33,7 @@ def _end(table: pd.DataFrame) -> str:
     last = table.iloc[-1]
     count = f"{len(table):,} round{'s' * (len(table) > 1)}"
     if not math.isfinite(last["mean_change"]):
-        return f"Not settled after {count}: what all clients together say is no density yet."
+        return f"Not settled after {count}: the product of the prior and all clients' sites is not a density yet."
     moved = (
         f"the last round moved a mean by {number(last['mean_change'])} of its standard deviation, and a standard "
         f"deviation by {number(100 * last['sd_change'])} %"
@@ -44,22 +44,23 @@ def _end(table: pd.DataFrame) -> str:
 
 
 def _steps(table: pd.DataFrame) -> list[str]:
-    """Return why steps were shorter than they might have been."""
+    """Return a sentence on the steps, with the reasons of those that were shortened."""
     taken, numbers = table["damping"].to_numpy(float), table["round"].to_numpy(int)
-    damping = taken[0]  # no round has disturbed the first
+    damping = taken[0]  # the first round is never shortened
     short = numbers[taken < 0.999 * damping]
     if not len(short):
         full = "whole" if damping == 1 else f"of {number(damping)}, as asked,"
         return [f"All steps were {full}: none had to be shortened."]
     least = taken.min() / damping
     text = (
-        f"Steps were shorter than asked in {rounds(short.tolist())}, {number(least)} of a step at the least, because "
+        f"Steps were shorter than asked in {rounds(short.tolist())}, with a smallest of {number(least)} of a step, "
+        "because "
     )
     return [text + "; and ".join(_causes(table, taken, numbers)) + "."]
 
 
 def _causes(table: pd.DataFrame, taken: np.ndarray, numbers: np.ndarray) -> list[str]:
-    """Return why the round after each of some was damped more."""
+    """Return the reasons of more damping, each with the rounds that it followed."""
     change = table[["mean_change", "sd_change"]].max(axis=1, skipna=False).to_numpy(float)
     improper = table["improper"].to_numpy(float)
     halved = np.flatnonzero(np.diff(taken) < -1e-12)
@@ -68,11 +69,11 @@ def _causes(table: pd.DataFrame, taken: np.ndarray, numbers: np.ndarray) -> list
     cavity = [int(numbers[i]) for i in halved if int(numbers[i]) not in (*nothing, *far) and improper[i] > 0]
     beside = [int(numbers[i]) for i in halved if int(numbers[i]) not in (*nothing, *far, *cavity)]
     words = {
-        "what the clients said together was no density, so that all went half the way back": nothing,
-        "a mean moved by more than five standard deviations, so that all clients went half the way back": far,
-        "some client's cavity was improper, so that all clients went half the way back": cavity,
-        "means and standard deviations moved no less than in the round before: whole steps of all clients at once go "
-        "past where they meet": beside,
+        "the product of all clients' sites was not a density, so that all sites moved back by half a step": nothing,
+        "a mean moved by more than five standard deviations, so that all sites moved back by half a step": far,
+        "some client's cavity was improper, so that all sites moved back by half a step": cavity,
+        "means and standard deviations moved no less than in the round before, as whole steps of all clients at once "
+        "overshoot the solution": beside,
     }
     return [f"in {rounds(which)} {why}" for why, which in words.items() if which]
 
@@ -81,7 +82,7 @@ def _improper(table: pd.DataFrame) -> list[str]:
     share, numbers = table["improper"].to_numpy(float), table["round"].to_numpy(int)
     bad = numbers[share > 0].tolist()
     if not bad:
-        return ["Every client's cavity, what the prior and the other clients say without it, was a density throughout."]
+        return ["Every client's cavity (the prior and the other clients' sites) was a density throughout."]
     end = (
         "the last round among them, so that such clients kept an old site"
         if bad[-1] == numbers[-1]
@@ -89,9 +90,9 @@ def _improper(table: pd.DataFrame) -> list[str]:
     )
     most = number(100 * float(np.nanmax(share)))
     return [
-        f"In {rounds(bad)} up to {most} % of the clients had an improper cavity: what the prior and the other clients "
-        f"say without such a client is no density, as they leave something open that only it knows ({end}). A narrower "
-        "prior, more clients, or fewer coefficients that differ between clients help."
+        f"In {rounds(bad)} up to {most} % of the clients had an improper cavity: the product of the prior and the "
+        "other clients' sites was not a density, because only this client's rows inform some coefficient "
+        f"({end}). A narrower prior, more clients, or fewer coefficients that differ between clients help."
     ]
 
 
@@ -100,6 +101,6 @@ def _failed(table: pd.DataFrame) -> list[str]:
         return []
     bad = table["round"][table["failed"] > 0].astype(int).tolist()
     return [
-        f"In {rounds(bad)} some clients found no moments of their posterior and kept their sites; a narrower prior or "
-        "more nodes (rule=) help."
+        f"In {rounds(bad)} some clients could not compute the moments of their posterior and kept their old sites; a "
+        "narrower prior or more nodes (rule=) help."
     ]

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FAULTS = {
-    "lost_before": "did not hear the server",
+    "lost_before": "the server's message lost",
     "late": "answered too late",
-    "lost_after": "message lost",
-    "repeated": "message came twice",
+    "lost_after": "the answer lost",
+    "repeated": "the answer came twice",
     "refused": "refused: NaN or Inf",
 }
-_MOST = 18  # charts of what else was logged
-_BLOCKS = 100  # of rounds, over which answers are averaged
+_MOST = 18  # charts of other logged quantities
+_BLOCKS = 100  # the most blocks of rounds over which answers are averaged
 
 
 def losses(table: pd.DataFrame) -> list[Chart]:
@@ -31,14 +31,14 @@ def losses(table: pd.DataFrame) -> list[Chart]:
 
 
 def others(table: pd.DataFrame, known: Mapping[str, Any]) -> list[Chart]:
-    """Return what else clients and server have logged, one chart each, but for the columns `known`."""
+    """Return a chart of each other logged quantity, without the columns `known`."""
     shown = {name + end for name in ("train_loss", *history.losses(table)) for end in ("", *SPREAD)} | set(known)
     rest = [name for name in table if name not in shown]
     return _known(_lines(table, in_words(name), {in_words(name): name}) for name in rest[:_MOST])
 
 
 def traffic(table: pd.DataFrame) -> list[Chart]:
-    """Return bytes so far, and the loss against them."""
+    """Return charts of the bytes so far, and of the loss against bytes."""
     sent = _lines(table, "Bytes so far", {"up": "bytes_up", "down": "bytes_down"}, text_of=size)
     if "train_loss" not in table:
         return _known([sent])
@@ -48,7 +48,7 @@ def traffic(table: pd.DataFrame) -> list[Chart]:
 
 
 def privacy(table: pd.DataFrame, budget: float | None) -> list[Chart]:
-    """Return ε spent, and the budget."""
+    """Return a chart of the ε spent, with the budget."""
     if "epsilon" not in table:
         return []
     series = [Series("ε", column(table, "epsilon"))]
@@ -58,14 +58,14 @@ def privacy(table: pd.DataFrame, budget: float | None) -> list[Chart]:
 
 
 def answers(table: pd.DataFrame) -> list[Chart]:
-    """Return the share of the asked clients that answered, and why the others did not, over blocks of rounds."""
+    """Return a chart of answers and of the faults of missing ones, in shares of requests over blocks of rounds."""
     kinds = [name for name in FAULTS if table[name].any()]
     if not kinds:
         return []
     rounds = column(table, "round")
     blocks = np.array_split(np.arange(len(rounds)), min(_BLOCKS, len(rounds)))
-    asked = np.array([column(table, "asked")[block].sum() for block in blocks])
-    share = lambda name: np.array([column(table, name)[b].sum() for b in blocks]) * 100 / np.maximum(asked, 1)
+    requests = np.array([column(table, "asked")[block].sum() for block in blocks])
+    share = lambda name: np.array([column(table, name)[b].sum() for b in blocks]) * 100 / np.maximum(requests, 1)
     series = [Series("answered", share("answered"))]
     series += [Series(FAULTS[name], share(name), i % 5 + 1) for i, name in enumerate(kinds)]
     ends = np.array([rounds[block[-1]] for block in blocks])
@@ -73,7 +73,7 @@ def answers(table: pd.DataFrame) -> list[Chart]:
 
 
 def seconds(table: pd.DataFrame) -> list[Chart]:
-    """Return how long each round took."""
+    """Return a chart of the duration of each round."""
     return _known([_lines(table, "Seconds per round", {"seconds": "seconds"})])
 
 

@@ -1,4 +1,4 @@
-"""The presentation of posteriors: intervals by variable, the components that mixed worst, a verdict, traces."""
+"""The sections on posteriors: intervals by variable, components with the worst R-hat, a verdict, traces."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedtorch.plots.charts import Chart, Series, chart, number
 from fedtorch.plots.forests import Forest, Line, forest
 from fedtorch.report._words import Words, visible
 
-_PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
-_WORST = 10  # components that the table names
-_GOOD_RHAT, _GOOD_ESS = 1.01, 400  # what Vehtari et al. (2021) ask for
+_PANELS, _ROWS = 8, 16  # the most variables whose intervals are drawn, and components of each
+_WORST = 10  # components in the table
+_GOOD_RHAT, _GOOD_ESS = 1.01, 400  # thresholds of Vehtari et al. (2021)
 
 Row = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """What the page shows of one source of distributions."""
+    """The section of the page on one posterior."""
 
     title: str
     verdict: str
@@ -31,33 +31,33 @@ class Section(NamedTuple):
     traces: list[Chart]
 
 
-def posterior(found: dict[str, Any]) -> Section:
-    """Return what is shown of a source of distributions, as `posteriors.found` describes it."""
-    rows, clients = found["rows"], bool(found.get("clients"))
+def posterior(described: dict[str, Any]) -> Section:
+    """Return the section on a posterior, as an entry of `posteriors.described` describes it."""
+    rows, clients = described["rows"], bool(described.get("clients"))
     measured = any("rhat" in row for row in rows)
     header = ["component", *(["R-hat", "ESS"] * measured), "mean", "sd", "95 % interval"]
     worst = sorted(rows, key=lambda row: -_known(row.get("rhat"), 0.0))[:_WORST]
-    verdict, good = _verdict(found, measured)
+    verdict, good = _verdict(described, measured)
     drawn = (row for row in rows if row.get("drawn", True))
     variables = groupby(drawn, lambda row: row.get("panel") or row["name"].partition("[")[0])
     panels = [_panel(name, list(group)) for name, group in variables]
     return Section(
-        title=found["title"],
+        title=described["title"],
         verdict=verdict,
         good=good,
-        warnings=found["warnings"],
+        warnings=described["warnings"],
         panels=[made for made in panels if made is not None][:_PANELS],
         table=Words(
             "Worst R-hat first" if measured else "Numbers",
             header,
             [] if clients else [_cells(row, measured) for row in worst],
         ),
-        traces=[made for trace in found["traces"] if (made := _trace(trace)) is not None],
+        traces=[made for trace in described["traces"] if (made := _trace(trace)) is not None],
     )
 
 
 def _panel(name: str, rows: list[Row]) -> Forest | None:
-    """Return a variable's intervals, None where no number is finite."""
+    """Return the forest of a variable's intervals, None if no number is finite."""
     known = lambda row, end: _known(row.get(end), math.nan)
     lines = [
         Line(
@@ -76,16 +76,16 @@ def _panel(name: str, rows: list[Row]) -> Forest | None:
     return forest(visible(name), "", few, zero=0.0, **(words if others else {}))
 
 
-def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
+def _verdict(described: dict[str, Any], measured: bool) -> tuple[str, bool]:
     """Return a sentence about the diagnostics, and whether they are good."""
-    rows = found["rows"]
-    part = "" if found["components"] == len(rows) else f", the first of {found['components']:,}"
+    rows = described["rows"]
+    part = "" if described["components"] == len(rows) else f", the first of {described['components']:,}"
     count = f"{len(rows):,} component{'s' * (len(rows) != 1)}{part}"
-    if found.get("clients"):
+    if described.get("clients"):
         panels = len({row["panel"] for row in rows})
         return f"{len(rows) // panels - 1:,} clients, {panels} coefficient{'s' * (panels > 1)}", True
     if not measured:
-        return count, not found["warnings"]
+        return count, not described["warnings"]
     rhat = [row["rhat"] for row in rows if row["rhat"] is not None]
     ess = [row["ess"] for row in rows if row["ess"] is not None]
     if not ess:
@@ -98,10 +98,10 @@ def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
     return verdict, not (high or low)
 
 
-def _trace(found: dict[str, Any]) -> Chart | None:
-    chains = [np.array(values, dtype=np.float64) for values in found["chains"][:6]]
+def _trace(trace: dict[str, Any]) -> Chart | None:
+    chains = [np.array(values, dtype=np.float64) for values in trace["chains"][:6]]
     series = [Series(f"chain {i + 1}", values, i, faint=True) for i, values in enumerate(chains)]
-    return chart(f"Draws of {found['name']}", "draw", np.array(found["draw"]) + 1.0, series, logarithmic=False)
+    return chart(f"Draws of {trace['name']}", "draw", np.array(trace["draw"]) + 1.0, series, logarithmic=False)
 
 
 def _cells(row: Row, measured: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The page of a run: what its sections say, put into templates that escape whatever comes from elsewhere."""
+"""The page of a run: the content of its sections, rendered by templates that escape every value."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fedtorch.trust.record import Check
 if TYPE_CHECKING:
     import pandas as pd
 
-_WORST = 10  # clients that are named
-_LONGEST_TEXT = 400  # characters of a sentence that are shown
+_WORST = 10  # clients listed in a table
+_LONGEST_TEXT = 400  # the most characters of a sentence that are shown
 _KNOWN = ("round", "asked", "answered", *charts.FAULTS, "round_bytes_up", "round_bytes_down", "bytes_up", "bytes_down")
 
 
@@ -33,7 +33,7 @@ class Story(NamedTuple):
     table: pd.DataFrame  # a row per round, see `History.frame`
     losses: pd.DataFrame  # `round`, `client`, `train_loss`
     about: dict[str, Any]  # see `fedtorch.report._about`
-    records: list[tuple[str, list[Check]]]  # files of records, and whether they hold
+    records: list[tuple[str, list[Check]]]  # files of records, and the checks of each
 
 
 def page(story: Story) -> str:
@@ -79,7 +79,7 @@ def page(story: Story) -> str:
 
 @cache
 def _templates() -> Environment:
-    """Return templates in which everything is escaped that they are given."""
+    """Return the templates, which escape every value."""
     made = Environment(
         loader=PackageLoader("fedtorch.report"),
         autoescape=True,
@@ -92,9 +92,9 @@ def _templates() -> Environment:
 
 
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of the page: (label, value, remark)."""
+    """Return the numbers at the top of the page: (label, value, remark)."""
     table, about = story.table, story.about
-    so_far = "" if about["goal"] is None else f"of {about['goal']:,}, and goes on"
+    so_far = "" if about["goal"] is None else f"of {about['goal']:,}, still running"
     tiles = [("rounds", f"{len(table):,}", about["ended"] or so_far), ("clients", f"{clients:,}", "")]
     if not len(table):
         return tiles
@@ -108,7 +108,7 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
             span += f", undefined of {without:.0f}" if without > 0 else ""
             tiles.append((in_words(name), number(last(name)), span))
     for name, score in about["scores"].items():
-        if f"{name}_mean" not in table:  # else the history has said so
+        if f"{name}_mean" not in table:  # otherwise a tile of the history has the score
             known = [value for value in score["clients"] if value is not None]
             span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
             span += f", NaN of {score['failed']}" if score.get("failed") else ""
@@ -119,9 +119,9 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     if "epsilon" in table:
         delta = f"at δ = {number(last('delta'))}" if "delta" in table else ""
         tiles.append(("ε spent", number(last("epsilon")), delta))
-    asked = int(table["asked"].sum())
-    missing = asked - int(table["answered"].sum())
-    tiles.append(("answers missing", f"{100 * missing / max(asked, 1):.3g} %", f"{missing:,} of {asked:,}"))
+    requests = int(table["asked"].sum())
+    missing = requests - int(table["answered"].sum())
+    tiles.append(("answers missing", f"{100 * missing / max(requests, 1):.3g} %", f"{missing:,} of {requests:,}"))
     total = float(table["seconds"].sum())
     tiles.append(("time in rounds", _duration(total), f"{number(1000 * total / len(table))} ms a round"))
     return tiles
@@ -135,7 +135,7 @@ def _duration(seconds: float) -> str:
 
 
 def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
-    """Return by client `round` and `train_loss` of its last answer, largest first, and how often it `answered`."""
+    """Return each client's last `round` and `train_loss`, and how often it `answered`, by decreasing loss."""
     groups = losses.groupby("client", sort=False)
     last = groups.last()
     last["answered"] = groups.size()
@@ -143,7 +143,7 @@ def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
-    """Return charts of each client's last loss and scores, sorted."""
+    """Return charts of the clients' last losses and scores, each sorted."""
     values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
     values |= {in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
     made = []
@@ -188,7 +188,7 @@ def _missing(shares: dict[str, Any] | None) -> Words | None:
 
 
 def _network(about: dict[str, Any], last: pd.DataFrame) -> Picture | None:
-    """Return the network, its nodes shaded by their last losses."""
+    """Return a picture of the network, with nodes shaded by their last losses."""
     if about["network"] is None:
         return None
     names = about["clients"]
@@ -206,10 +206,10 @@ def _faults(table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def joined(losses: pd.DataFrame, organisations: Mapping[str, Sequence[str]]) -> tuple[pd.DataFrame, set[str]]:
-    """Return losses in which an organisation that sends the mean of its clients is one line, and who does.
+    """Replace the losses of clients whose organisation sends their mean by one line; return also such organisations.
 
-    Where no client may be told from others, a site sends their mean in the place of each: the same number for all of
-    its clients in every round.
+    A site that does not let its clients be told apart sends their mean in place of each client's loss: in every round
+    the same number for all of its clients.
 
     Args:
         losses: `round`, `client`, `train_loss`.
@@ -229,14 +229,14 @@ def joined(losses: pd.DataFrame, organisations: Mapping[str, Sequence[str]]) -> 
 def organisations(
     clients: Mapping[str, Sequence[str]], shared: set[str], absences: Mapping[str, str]
 ) -> list[list[str]]:
-    """Return a line for each organisation: its name, its clients, what its numbers are, and when it was missing.
+    """Return a line for each organisation: its name, its clients, the kind of its numbers, and its absences.
 
     >>> organisations({"north": ["a", "b"], "south": ["c"]}, {"north"}, {"south": "late 2 times"})
     [['north', '2: a, b', 'the mean of 2 clients', ''], ['south', '1: c', "each client's own", 'late 2 times']]
     """
     lines = []
-    for name, own in clients.items():
-        few = ", ".join(own[:4]) + ", …" * (len(own) > 4)
-        numbers = f"the mean of {len(own)} clients" if name in shared else "each client's own"
-        lines.append([name, f"{len(own):,}: {few}", numbers, absences.get(name, "")])
+    for name, members in clients.items():
+        few = ", ".join(members[:4]) + ", …" * (len(members) > 4)
+        numbers = f"the mean of {len(members)} clients" if name in shared else "each client's own"
+        lines.append([name, f"{len(members):,}: {few}", numbers, absences.get(name, "")])
     return lines

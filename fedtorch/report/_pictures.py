@@ -1,7 +1,7 @@
-"""Charts, forests and networks of the report: matplotlib draws them as `fedtorch.plots` does, in the page's colours.
+"""Charts, forests and networks of the report, drawn by matplotlib as in `fedtorch.plots`, in the page's colours.
 
-Letters stay letters, ids are the chart's own, and colours and sizes of letters are those of the style sheet, light or
-dark. Beside a picture stand a sentence and a table for those who cannot see it.
+Text in the SVG remains text, and ids are unique to a chart. Colours and font sizes are those of the style sheet, light
+or dark. Each picture has a description and a table for readers who cannot see it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 460.0, 250.0  # of a chart, in pixels
 _MOST_LEFT, _LINE = 200.0, 17.0  # of the names beside a forest, and the height of a line of it
 _SQUARE = 440.0  # the side of a network
-_NAMED = 300  # nodes of a network that tell their names
-_BINS = 180  # of a chart's width, each with its lowest and its highest value
-_TABLE = 12  # rows of the table behind a chart
-# Colours that matplotlib draws with, and what the style sheet calls them; others are "soft".
+_NAMED = 300  # the most nodes of a network that show their names
+_BINS = 180  # of a chart's width; a bin shows its lowest and its highest value
+_TABLE = 12  # the most rows of a chart's table
+# Colours that matplotlib draws with, and their names in the style sheet; all others are "soft".
 _COLOURS = {f"#0000c{i}": f"c{i}" for i in range(1, 7)}
 _SHADES = {f"#0000e{i}": f"s{i}" for i in range(5)}
 _DRAWN = {**_COLOURS, **_SHADES, "#0000d0": "grid", "#ffffff": "card"}
@@ -52,19 +52,19 @@ _STYLE = {
 
 
 class Picture(NamedTuple):
-    """A picture and its words."""
+    """A picture with its title, legend, table and notes."""
 
     title: str
     svg: Markup
     remark: str = ""  # beside the title
-    legend: Sequence[tuple[str, str]] = ()  # (classes of the style sheet, what it is)
-    header: Sequence[str] = ()  # of the table behind it
+    legend: Sequence[tuple[str, str]] = ()  # (classes of the style sheet, label)
+    header: Sequence[str] = ()  # of the table
     rows: Sequence[Sequence[str]] = ()
-    note: str = ""  # below it
+    note: str = ""  # below the picture
 
 
 def picture(described: Chart | Forest, id: str) -> Picture:
-    """Return the picture of a chart or a forest; `id` is that of its heading.
+    """Return the picture of a chart or a forest, labelled by the heading with this `id`.
 
     >>> from fedtorch.plots.forests import Line, forest
     >>> made = picture(forest("Age", "", [Line("a&b", -0.1, 0.2, 0.5)]), "age")
@@ -91,7 +91,7 @@ def _chart(chart: Chart, id: str) -> Picture:
 
 
 def _forest(forest: Forest, id: str) -> Picture:
-    """Return a forest, whose names take what they need, up to less than half of it."""
+    """Return the picture of a forest; names take less than half of its width."""
     names = [line.name for line in forest.lines]
     longest = max(6, int(_MOST_LEFT / max(width(name) / len(name) for name in names)))
     left = min(_MOST_LEFT, max(map(width, names))) + 16
@@ -112,18 +112,18 @@ def _forest(forest: Forest, id: str) -> Picture:
     )
 
 
-def network(found: dict[str, Any], names: Sequence[str], values: Sequence[float] | None, id: str) -> Picture:
-    """Return the picture of what `reduced` has left of a network, and facts in its table.
+def network(reduced: dict[str, Any], names: Sequence[str], values: Sequence[float] | None, id: str) -> Picture:
+    """Return the picture of a network, with facts in its table.
 
     Args:
-        found: by `reduced`.
-        names: of all nodes, which show where one points at them.
-        values: of all nodes, which shade them, NaN where unknown.
+        reduced: the network, as `reduced` returns it.
+        names: of all nodes, shown when a reader points at a node.
+        values: of all nodes, which give their shades, NaN where unknown.
         id: of its heading.
     """
-    shown, places = np.array(found["shown"], dtype=np.int64), np.array(found["places"], dtype=np.float64)
-    edges = np.array(found["edges"], dtype=np.int64).reshape(-1, 2)
-    facts, (least, mean, most) = found["facts"], found["facts"]["neighbours"]
+    shown, places = np.array(reduced["shown"], dtype=np.int64), np.array(reduced["places"], dtype=np.float64)
+    edges = np.array(reduced["edges"], dtype=np.int64).reshape(-1, 2)
+    facts, (least, mean, most) = reduced["facts"], reduced["facts"]["neighbours"]
     rows = [[name, f"{facts[name]:,}"] for name in ("nodes", "edges", "components")]
     rows.append(["neighbours of a node", f"{least:,} to {most:,}, {mean:.3g} on average"])
     if facts["connectivity"] is not None:
@@ -136,13 +136,13 @@ def network(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
     if len(shown) <= _NAMED:
         known = iter([escape(visible(names[i] if i < len(names) else i)) for i in shown.tolist()])
         drawn = Markup(re.sub("(<use [^>]*)/>", lambda node: f"{node[1]}><title>{next(known)}</title></use>", drawn))
-    few = f"Too large to be seen whole: {len(shown):,} of its nodes, and edges between them."
+    few = f"Too large to draw in full: {len(shown):,} of its nodes, and edges between them."
     keys = [("", "last training loss:"), *((f"block s{i}", text) for i, text in enumerate(bounds))]
-    return Picture("The network", drawn, "", keys if bounds else (), (), rows, few if found["partly"] else "")
+    return Picture("The network", drawn, "", keys if bounds else (), (), rows, few if reduced["partly"] else "")
 
 
 def _shades(values: Sequence[float] | None, nodes: int) -> tuple[Sequence[str], list[str]]:
-    """Return the colour of the fifth that every value is in, and the fifths' bounds in words."""
+    """Return the colour of each value by its fifth, and the fifths' bounds as text."""
     known = np.array([] if values is None else values, dtype=np.float64)
     finite, shades = known[np.isfinite(known)], list(_SHADES)
     if not len(finite):
@@ -155,7 +155,7 @@ def _shades(values: Sequence[float] | None, nodes: int) -> tuple[Sequence[str], 
 
 @contextmanager
 def _axes(wide: float, high: float, **margins: float) -> Iterator[tuple[Axes, Callable[[str, str], Markup]]]:
-    """Yield axes with margins in pixels, and a function of an id and a sentence that returns their picture."""
+    """Yield axes with margins in pixels, and a function of an id and a description that returns their SVG."""
     from cycler import cycler
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -167,7 +167,7 @@ def _axes(wide: float, high: float, **margins: float) -> Iterator[tuple[Axes, Ca
         def svg(id: str, sentences: str) -> Markup:
             written = io.StringIO()
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Glyph .* missing from")  # the browser has its own letters
+                warnings.filterwarnings("ignore", "Glyph .* missing from")  # the browser has its own fonts
                 figure.savefig(written, format="svg")
             drawn = written.getvalue()
             parts = drawn[drawn.index("<g ") : drawn.rindex("</svg>")]  # without metadata and style sheet
@@ -182,7 +182,7 @@ def _axes(wide: float, high: float, **margins: float) -> Iterator[tuple[Axes, Ca
 
 
 def _tag(tag: str, id: str) -> str:
-    """Return a tag of matplotlib's as it stands on the page."""
+    """Convert a tag of matplotlib's SVG for the page: its style, ids, colours and digits."""
     if tag.startswith("<text"):
         tag = re.sub(r'style="[^"]*(text-anchor: \w+)[^"]*"', r'style="\1"', tag)
     tag = re.sub(r'( id="|href="#|url\(#)', rf"\1{id}-", tag.replace("xlink:href", "href"))
@@ -192,7 +192,7 @@ def _tag(tag: str, id: str) -> str:
 
 
 def _thinned(one: Series, x: Numbers) -> Series:
-    """Return a series of no more points than can be seen: the first, lowest, highest and last of each bin."""
+    """Return a series with the first, lowest, highest and last point of each bin only."""
     x, low = x if one.x is None else one.x, one.y if one.low is None else one.low
     known = np.flatnonzero(np.isfinite(one.y) & np.isfinite(low))
     shown = {
@@ -206,14 +206,14 @@ def _thinned(one: Series, x: Numbers) -> Series:
 
 
 def _key(one: Series) -> str:
-    """Return the classes of a series in a legend."""
+    """Return the style classes of a series in the legend."""
     if one.low is not None:
         return "band faint" if one.faint else "band"
     return f"{'soft' if one.colour == GREY else f'c{one.colour % len(_COLOURS) + 1}'} {one.line}"
 
 
 def _table(chart: Chart) -> list[list[str]]:
-    """Return some rows of the numbers."""
+    """Return rows of a chart's numbers, evenly spread."""
     rows = np.unique(np.linspace(0, len(chart.x) - 1, min(_TABLE, len(chart.x))).round().astype(int))
     shown = chart.text_of
     cell = lambda one, i: shown(one.y[i]) if one.low is None else f"{shown(one.low[i])} to {shown(one.y[i])}"
@@ -221,7 +221,7 @@ def _table(chart: Chart) -> list[list[str]]:
 
 
 def _sentences(chart: Chart) -> str:
-    """Return a sentence per line."""
+    """Return the description of a chart, a sentence for each line of it."""
     sentences, shown = [f"By {chart.x_label}."], chart.text_of
     for one in chart.series:
         known = np.isfinite(one.y)

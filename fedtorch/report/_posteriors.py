@@ -1,4 +1,4 @@
-"""The posteriors of a run with their diagnostics: samplers' draws, and expectation propagation's q.
+"""Posteriors of a run with their diagnostics, from samplers' draws or from the approximation q.
 
 Diagnostics are ArviZ's: rank-normalised split-R-hat and bulk effective sizes (Vehtari et al. 2021, "Rank-normalization,
 folding, and localization").
@@ -22,13 +22,13 @@ from fedtorch.inference.ranef import site_estimates
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit
 
-_MOST = 200  # components that are told of one source
-_CLIENTS = 500  # whose own posteriors are shown
-_ELEMENTS = 5  # of a batch of fits that are shown
-_TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
+_MOST = 200  # the most components of one posterior
+_CLIENTS = 500  # the most clients whose posteriors are shown
+_ELEMENTS = 5  # the most elements of a batch of fits that are shown
+_TRACES, _POINTS = 4, 200  # components whose traces are drawn, and the most draws of each chain
 
 
-def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
+def described(run: Run | VerticalRun) -> list[dict[str, Any]]:
     """Return the posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
     if not isinstance(run, Run):
         return _of_variational(run) if run.number and isinstance(run, VariationalFit) else []
@@ -39,7 +39,7 @@ def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
 
 
 def _of_draws(sampler: Sampler) -> dict[str, Any]:
-    """Return the posterior of a sampler, from its draws where it keeps them, else from their moments."""
+    """Return the posterior of a sampler, from its draws if it stores them, otherwise from their moments."""
     count = int(next(iter(sampler.moments.values())).count)
     chains = len(next(iter(sampler.moments.values())).mean)
     about_draws = {
@@ -50,7 +50,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     }
     try:
         draws = sampler.draws()
-    except ValueError:  # they are not kept
+    except ValueError:  # the sampler does not store its draws
         means, sds = _components(sampler.mean(), 0), _components(sampler.sd(), 0)
         rows = [_normal(name, float(mean), float(sds[name])) for name, mean in means.items()]
         return {**about_draws, "rows": rows}
@@ -71,24 +71,24 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
         for i, name in enumerate(names)
     ]
     worst = np.argsort([-value if math.isfinite(value) else 0.0 for value in rhat], kind="stable")[:_TRACES]
-    kept = np.unique(np.linspace(0, stack.shape[1] - 1, min(_POINTS, stack.shape[1])).round().astype(int))
-    traces = [{"name": names[i], "draw": kept.tolist(), "chains": stack[:, kept, i].tolist()} for i in worst]
+    places = np.unique(np.linspace(0, stack.shape[1] - 1, min(_POINTS, stack.shape[1])).round().astype(int))
+    traces = [{"name": names[i], "draw": places.tolist(), "chains": stack[:, places, i].tolist()} for i in worst]
     return {**about_draws, "rows": rows, "traces": traces}
 
 
 def _of_shared(run: Run) -> dict[str, Any]:
-    """Return the posterior of what all clients share, with what it warns of."""
-    known = posterior_of(run.algorithm)
-    shown: dict[str, Any] = {"title": known.title, "rows": [], "components": 0, "traces": []}
+    """Return the posterior of the parameters that all clients share, with its warnings."""
+    posterior = posterior_of(run.algorithm)
+    shown: dict[str, Any] = {"title": posterior.title, "rows": [], "components": 0, "traces": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            estimates = known.estimates(run)
+            estimates = posterior.estimates(run)
         except RuntimeError as error:
             return {**shown, "warnings": [str(error)]}
     table = estimates.table(0.95)
     count = estimates.coefficients
-    alone = count > 1 and INTERCEPT in table.index[:count]  # its numbers are often far from those of effects
+    alone = count > 1 and INTERCEPT in table.index[:count]  # an intercept is often far from the effects
     kinds = ["Coefficients but for the intercept" if alone else "Coefficients"] * count
     kinds += ["Spread between clients, and noise"] * (len(table) - count)
     rows = [
@@ -97,40 +97,50 @@ def _of_shared(run: Run) -> dict[str, Any]:
     ]
     for row in rows[:count] if alone else ():
         row["drawn"] = row["name"] != INTERCEPT
-    said = [str(warning.message) for warning in caught]
-    return {**shown, "rows": rows, "components": len(table), "warnings": said}
+    messages = [str(warning.message) for warning in caught]
+    return {**shown, "rows": rows, "components": len(table), "warnings": messages}
 
 
 def by_client(run: Run | VerticalRun) -> list[dict[str, Any]]:
-    """Return each client's own posterior where its rows are at hand; every rank takes part, and has the same."""
+    """Return each client's posterior if rows are at hand; over ranks all take part, and all return the same."""
     if not isinstance(run, Run) or not run.number or not posterior_of(run.algorithm).title:
         return []
     try:
         if len(run.population.data) > _CLIENTS:
             return []
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what there is to say stands with the posterior of what all share
-            found = site_estimates(run, 0.95, tolerance=math.inf)
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # rows elsewhere, no density, nothing that differs
+            warnings.simplefilter("ignore")  # the posterior of the shared parameters has the same warnings
+            estimates = site_estimates(run, 0.95, tolerance=math.inf)
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):  # rows at sites, no density, no coefficient that differs
         return []
-    sd = (found.high - found.low) / (2 * 1.96)
+    sd = (estimates.high - estimates.low) / (2 * 1.96)
     rows = []
-    for j, panel in enumerate(found.coefficients):
-        for k in found.mean[:, j].argsort(stable=True).tolist():
-            numbers = {"mean": found.mean[k, j], "sd": sd[k, j], "low": found.low[k, j], "high": found.high[k, j]}
+    for j, panel in enumerate(estimates.coefficients):
+        for k in estimates.mean[:, j].argsort(stable=True).tolist():
+            numbers = {
+                "mean": estimates.mean[k, j],
+                "sd": sd[k, j],
+                "low": estimates.low[k, j],
+                "high": estimates.high[k, j],
+            }
             row = {name: float(value) for name, value in numbers.items()}
-            rows.append({"name": found.sites[k], "panel": panel, "other": float(found.own[k, j]), **row})
-        ends = {"mean": found.centre, "low": found.centre_low, "high": found.centre_high}
+            rows.append({"name": estimates.sites[k], "panel": panel, "other": float(estimates.unpooled[k, j]), **row})
+        ends = {"mean": estimates.centre, "low": estimates.centre_low, "high": estimates.centre_high}
         row = {name: float(value[j]) for name, value in ends.items()}
         rows.append(
             {"name": "all clients", "panel": panel, "all": True, "sd": (row["high"] - row["low"]) / 3.92, **row}
         )
-    title = f"Each client's coefficients, {found.scale}"
+    title = f"Each client's coefficients, {estimates.scale}"
     return [{"title": title, "rows": rows, "components": len(rows), "traces": [], "warnings": [], "clients": True}]
 
 
 def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
-    """Return q(γ, θ_1, …, θ_J) of each element of the batch, of the first ones where there are many."""
+    """Return q(γ, θ_1, …, θ_J) of the first elements of the batch."""
     means, covariances = fit.moments()
     names = [f"γ[{i}]" for i in range(fit.model.sizes[0])]
     names += [f"θ_{j}[{i}]" for j, size in enumerate(fit.model.sizes[1:], start=1) for i in range(size)]
@@ -151,7 +161,7 @@ def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:
 
 
 def _components(values: dict[str, Tensor], before: int) -> dict[str, Tensor]:
-    """Return the first numbers of named tensors by name and place, behind the first `before` dimensions."""
+    """Return the first numbers of named tensors by name and index, where the first `before` dimensions stay."""
     flat: dict[str, Tensor] = {}
     for name, leaf in values.items():
         shape = tuple(leaf.shape[before:])

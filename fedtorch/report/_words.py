@@ -1,4 +1,4 @@
-"""Names and lists as they can be shown."""
+"""Names and lists as text for the page."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_LONGEST = 60  # characters of a name that are shown
-_JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji, the only invisible characters that are kept
-_WIDE, _CAPITAL, _OTHER = 15.0, 10.5, 8.2  # of letters of 15 pixels, as on a phone
+_LONGEST = 60  # the most characters of a name that are shown
+_JOINERS = "\u200c\u200d"  # the only invisible characters that are shown: Persian and emoji need these joiners
+_WIDE, _CAPITAL, _OTHER = 15.0, 10.5, 8.2  # widths in pixels of letters of 15 pixels, as on a phone
 
 
 class Words(NamedTuple):
-    """A table of words."""
+    """A table of text."""
 
     title: str
     header: list[str]
@@ -20,21 +20,21 @@ class Words(NamedTuple):
 
 
 def visible(text: Any, longest: int = _LONGEST) -> str:
-    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code."""
+    """Return a name that is safe to show: shortened, with codes for characters that are invisible or turn the text."""
     text = str(text)
     short = text if len(text) <= longest else text[: longest - 1] + "…"
     return "".join(c if c.isprintable() or c in _JOINERS else f"\\u{ord(c):04x}" for c in short)
 
 
 def width(text: str) -> float:
-    """Return about how many pixels a text takes in a chart, at the most."""
+    """Return an upper estimate of the width of a text in a chart, in pixels."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" or c in "mwMW@%—" for c in text)
     capital = sum(c.isupper() and c not in "MW" for c in text)
     return _WIDE * wide + _CAPITAL * capital + _OTHER * (len(text) - wide - capital)
 
 
 def rounds(numbers: Sequence[int]) -> str:
-    """Return the numbers of rounds in words.
+    """Return the numbers of rounds as text.
 
     >>> rounds([3]), rounds([2, 3, 4, 7]), rounds([1, 2])
     ('round 3', 'rounds 2 to 4 and 7', 'rounds 1 and 2')
@@ -53,6 +53,6 @@ def rounds(numbers: Sequence[int]) -> str:
         )
     ]
     if len(parts) > 8:
-        parts = [*parts[:7], f"{len(parts) - 7} more spells"]
+        parts = [*parts[:7], f"{len(parts) - 7} more ranges"]
     text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return f"round{'s' * (len(numbers) > 1)} {text}"

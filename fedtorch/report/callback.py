@@ -17,20 +17,21 @@ from fedtorch.vfl.fit.run import VerticalRun
 
 
 class Report(L.Callback):
-    """Write the report of a `Federation` or `vfl.SplitNetwork` when training ends, whatever ends it; see `ft.report`.
+    """Callback that writes the report of a `Federation` or `vfl.SplitNetwork` when training ends, also by an error.
 
     Args:
-        folder: where it goes; default: the logger's folder, without a logger the Trainer's `default_root_dir`.
+        folder: of the report, see `ft.report`; default: the logger's folder, without a logger the Trainer's
+            `default_root_dir`.
         title: of the page; default: the algorithm's name.
         network: to draw, with its positions; default: that of the algorithm, if it has one.
-        every: seconds between two states of the page while training goes on, which a browser that shows it then
-            follows; None writes it at the end alone.
+        every: seconds between two versions of the page during training, which an open browser then reloads; None
+            writes the page at the end alone.
 
     Attributes:
-        page: where the page is, None before.
+        page: path of the page, None before it is written.
 
     Raises:
-        TypeError: the Trainer trains something else than a `Federation` or a `vfl.SplitNetwork`.
+        TypeError: the Trainer trains a module that is no `Federation` or `vfl.SplitNetwork`.
 
     Example:
         >>> import lightning as L, fedtorch as ft
@@ -54,31 +55,31 @@ class Report(L.Callback):
         self._place: Path | str | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the folder, which all ranks agree on; refuses what it cannot report of."""
+        """Choose the folder, the same on all ranks; raise TypeError for a module that has no report."""
         if not isinstance(getattr(pl_module, "run", None), (Run, VerticalRun)):
-            raise TypeError(f"Expected a Federation or a SplitNetwork to report of, but got {type(pl_module).__name__}")
+            raise TypeError(f"Expected a Federation or a SplitNetwork to report on, but got {type(pl_module).__name__}")
         self._place = self.folder or trainer.log_dir or trainer.default_root_dir
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the report as it is now, if it is time to."""
+        """Write the present report, if `every` seconds have passed."""
         if self.every is None:
             return
-        if trainer.strategy.broadcast(time.monotonic() >= self._next):  # of the first rank: all write
+        if trainer.strategy.broadcast(time.monotonic() >= self._next):  # the first rank decides, because all take part
             self._write(pl_module, "")
             self._next = time.monotonic() + self.every
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the report, which says so where training has stopped early."""
+        """Write the report, with the reason if training has stopped early."""
         run = pl_module.run
         done = (run.number, "rounds") if isinstance(run, Run) else (trainer.current_epoch, "epochs")
         self._write(pl_module, stopped_early(trainer, *done))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write the report of what there is, which says what has ended it."""
+        """Write the report so far, with the error that ended training."""
         self._write(pl_module, f"ended by {type(exception).__name__}: {exception}")
 
     def _write(self, module: Any, ended: str) -> None:
-        if self._place is None:  # what has ended it was before there was anything to report of
+        if self._place is None:  # the error came before `setup`, when there was no run to report on
             return
         scores = getattr(module, "scores", None)
         self.page = write(module.run, self._place, title=self.title, ended=ended, scores=scores, network=self.network)

@@ -1,7 +1,7 @@
 """Training, validation and a baseline side by side.
 
-A validation error says little without the training error beside it (a large gap is overfitting) and a baseline (what
-could be had without a federation).
+A validation error is hard to judge without the training error (a large gap is overfitting) and a baseline (the error of
+a prediction without inputs).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def compare(
 
 
 def baseline(training: FederatedData, split: Split = inputs_and_targets) -> Predictor:
-    """Return the best prediction that does not look at the inputs, from the targets of all clients.
+    """Return the best prediction that ignores the inputs, from the targets of all clients.
 
     Returns:
         inputs `(K, N, ...)` -> predictions: for integer targets the logarithms of the classes' frequencies

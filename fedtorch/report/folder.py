@@ -1,13 +1,14 @@
-"""The files of a run's report, and the page that is made of them.
+"""The files of a run's report, and the page made from them.
 
 - `history.safetensors`: the history of the run, see `fedtorch.history`. Where it is missing, the
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
-- `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
-  Where it is missing, clients are numbers, and the rest is left out.
+- `about.json`: the facts that a history does not have: clients' names, settings, network, posteriors, scores, the
+  privacy claim. Where it is missing, clients are numbers, and the other facts are left out.
 - `….safetensors.json`: a record of the run, which `fedtorch.trust.record.RunRecord` writes beside a checkpoint.
 - `report.html`: the page, one file without scripts that fetches nothing.
 
-Nothing here is executed when it is read: JSON, safetensors, and a Trainer's checkpoints with `weights_only=True`.
+Reading these files executes no code: they are JSON, safetensors, or a Trainer's checkpoint, read by
+`weights_only=True`.
 
 >>> import tempfile, torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 HISTORY, ABOUT, PAGE = "history.safetensors", "about.json", "report.html"
 _TEXTS = ("fingerprint", "ended")  # of a checkpoint
-_ODD = "Expected what ft.report.write leaves in"
+_ODD = "Expected files of ft.report.write in"
 _NOTHING: dict[str, Any] = {
     "format": FORMAT,
     "title": "",
@@ -76,14 +77,14 @@ def write(
     scores: Mapping[str, Score] | None = None,
     network: Network | None = None,
 ) -> Path:
-    """Write the report of a run into a folder, and returns the page's path; over ranks, the first one writes.
+    """Write the report of a run into a folder and return the page's path; over ranks, the first one writes.
 
     Args:
-        run: begun, or done; of a vertical fit, such as `ft.vfl.sfvi` returns, parties are its clients.
-        folder: made if need be.
+        run: during or after training; or a vertical fit, such as `ft.vfl.sfvi` returns, whose parties count as clients.
+        folder: of the report, made if it does not exist.
         title: of the page; default: the algorithm's name.
-        ended: why the run ended, if that is worth a word; default: what stopped it early.
-        scores: of the clients' models, as `run.evaluate(data, metrics)` gives them.
+        ended: the reason why the run ended, if the report should give one; default: the reason of an early stop.
+        scores: of the clients' models, from `run.evaluate(data, metrics)`.
         network: to draw, with its positions; default: that of the algorithm, if it has one.
     """
     folder, clients = Path(folder), by_client(run)
@@ -97,11 +98,11 @@ def write(
 
 
 def render(folder: Path | str, out: Path | str | None = None) -> Path:
-    """Make the page of what a run has left in a folder, and returns its path.
+    """Make the page from a run's files in a folder and return its path.
 
     Args:
         folder: with a history or a checkpoint.
-        out: where the page goes; default: `report.html` in the folder.
+        out: path of the page; default: `report.html` in the folder.
 
     Raises:
         ValueError: there is no history, or a file is damaged.
@@ -125,7 +126,7 @@ def render(folder: Path | str, out: Path | str | None = None) -> Path:
 
 
 def read(folder: Path | str) -> Story:
-    """Return what a run has left in a folder; raise like `render`."""
+    """Read a run's files in a folder; raises as `render` does."""
     folder = Path(folder)
     flat = _history(folder)
     history = History()
@@ -158,7 +159,7 @@ def _verified(path: Path) -> list[record.Check]:
 
 
 def _history(folder: Path) -> dict[str, Tensor]:
-    """Return a history, its names beginning with `history.`, and perhaps texts of a checkpoint."""
+    """Return the tensors of a history by names that begin with `history.`, with the texts of a checkpoint if any."""
     if (folder / HISTORY).exists():
         return {f"history.{name}": leaf for name, leaf in checkpoint.read(folder / HISTORY).items()}
     paths = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
@@ -167,18 +168,18 @@ def _history(folder: Path) -> dict[str, Tensor]:
         if "history.values" in flat:
             return flat
     raise ValueError(
-        f"Expected a run in {folder}, a checkpoint of run.save or of a Trainer or what ft.report.write leaves, but got "
+        f"Expected a run in {folder} (a checkpoint of run.save or of a Trainer, or files of ft.report.write), but got "
         "none; see fedtorch report --help"
     )
 
 
 def _of_run(path: Path) -> dict[str, Tensor]:
-    """Read the history, the fingerprint and why it ended of a checkpoint, and not the models."""
+    """Read the history, the fingerprint and the reason of the end from a checkpoint, without the models."""
     with checkpoint.opened(path, foreign=True) as content:
         wanted = [name for name in content.names if name.startswith("history.") or name in _TEXTS]
         if content.checked:
             return {name: content.tensor(name).clone() for name in wanted}
-    return checkpoint.read(path) if wanted else {}  # which says that a run's file has lost its digest
+    return checkpoint.read(path) if wanted else {}  # `read` raises an error for a run's file without its digest
 
 
 def _of_trainer(path: Path) -> dict[str, Tensor]:
@@ -190,7 +191,7 @@ def _of_trainer(path: Path) -> dict[str, Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON may hold it: None for what is no finite number."""
+    """Convert a value for JSON, with None for a number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -143,8 +143,8 @@ def explainable(local: LocalSolver, rho: float) -> LocalSolver:
     """
     if local.budget is not None:
         raise ValueError(
-            "Expected a local solver without a privacy budget, but got one with, whose noise hides a row once, not as "
-            "often as it is repeated; protect the clients as wholes (privacy.client_level), or leave the signals out"
+            "Expected a local solver without a privacy budget, but got one whose noise hides a row once, not as often "
+            "as it is repeated; protect whole clients (privacy.client_level), or leave the signals out"
         )
     settings = {**local.settings, "explainable": rho}
     solve, prepare = partial(_solve, local, rho), partial(_prepare, local)

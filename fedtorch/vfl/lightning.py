@@ -16,7 +16,7 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 class _Epoch:
-    """The number of an epoch, which Lightning sets through `loader.sampler`: a resumed training goes on with it."""
+    """The number of the epoch, which Lightning sets through `loader.sampler` when training is resumed."""
 
     epoch = 0
 
@@ -25,15 +25,15 @@ class _Epoch:
 
 
 class VerticalLoader:
-    """A loader for a `Trainer`: all rows at every step, or minibatches of a new order every epoch.
+    """A loader for a `Trainer`: all rows at every step, or minibatches, shuffled anew in every epoch.
 
     A minibatch's rows are weighted so that its bound is unbiased for that of all rows.
 
     Args:
         data: aligned rows.
         batch_size: rows of a minibatch; all rows by default.
-        steps: iterations of an epoch with all rows; of minibatches an epoch has as many as it takes.
-        seed: of the order.
+        steps: iterations of an epoch with all rows; an epoch of minibatches passes once over the rows.
+        seed: of the shuffling.
         row_dims: dimensions of one party's row; 1 each by default.
 
     Raises:
@@ -73,7 +73,9 @@ class VerticalLoader:
 
 
 class StackedEarlyStopping(L.Callback):
-    """Every element of a stack keeps the weights of its own best validation epoch; training ends when all have stopped.
+    """Early stopping of each element of a stack by itself; each ends with the weights of its best validation epoch.
+
+    Training ends when all elements have stopped.
 
     Args:
         patience: validation epochs without improvement after which an element stops.
@@ -106,7 +108,7 @@ class StackedEarlyStopping(L.Callback):
         self._count = 0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Keep the best weights of each element so far."""
+        """Save the weights of each element whose validation loss is its lowest so far."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         losses = pl_module.validation_losses.detach()
@@ -124,7 +126,7 @@ class StackedEarlyStopping(L.Callback):
             trainer.should_stop = True
 
     def _move(self, device: torch.device) -> None:
-        """Move what is kept to the device of the training, which need not be that of a checkpoint."""
+        """Move the saved weights and losses to the device of the training, which may differ from a checkpoint's."""
         if self.best.device != device:
             self.best, self.epoch = self.best.to(device), self.epoch.to(device)
             self._weights = {name: weight.to(device) for name, weight in self._weights.items()}
@@ -147,7 +149,7 @@ class StackedEarlyStopping(L.Callback):
 
 
 class TrainerRun(VerticalRun):
-    """A split network that a Lightning `Trainer` trains, with the verbs of `ft.Run`; a round is an epoch.
+    """The run of a split network that a Lightning `Trainer` trains, with the methods of `ft.Run`; a round is an epoch.
 
     Args:
         network: a `SplitNetwork`, whose run it is.

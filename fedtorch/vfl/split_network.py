@@ -1,41 +1,41 @@
-r"""Split networks: every party a bottom network of its own features, the server the rest.
+r"""Split networks: every party has a bottom network for its own features, the server has the top.
 
-Plain, party j sends :math:`z_j = f_j(x_j)`, the server combines them at the cut layer (a sum, or a concatenation that
-goes through a top network) and knows the response. The *hierarchical Bayes* split network is the augmented model with
-networks as predictors:
+In a plain split network, party j sends :math:`z_j = f_j(x_j)`. The server combines them at the cut layer (a sum, or a
+concatenation that goes through a top network) and knows the response. The *hierarchical Bayes* split network is the
+augmented model with networks as predictors:
 
 .. math::
     y_i \sim p(y \mid \textstyle\sum_j z_{ij}), \qquad z_{ij} \sim N(f_j(x_{ij}; \varphi_j, w_j), \rho^2), \qquad
     w_j \sim N(0, \tau^2),
 
-with w_j the last layer's weights (or any that match a pattern), q(w_j) Gaussian, q(z | w) amortised, and φ_j found by
-maximising the bound. Everything carries a batch (folds × models × seeds) in front and is trained at once: elements of
-the batch do not influence each other, share the noise of an iteration, and are plain networks where ρ = 0. A plain
-network is the same model without noise and without spread of its weights: no prior, no posterior, the likelihood alone.
-It is therefore *not* the limit ρ → 0 of the hierarchical network, whose z have no noise while w_j keeps its posterior;
-scores jump there. The limit is had by a small ρ, such as 1e-3.
+with w_j the last layer's weights (or any that match a pattern), q(w_j) Gaussian, q(z | w) amortised, and φ_j maximised
+over in the bound. All tensors have a batch dimension (folds × models × seeds) in front, and the batch is trained at
+once: its elements share the noise of an iteration and do not influence each other otherwise. An element with ρ = 0 is
+a plain network: its weights have neither prior nor posterior, and its objective is the likelihood alone. It is
+therefore *not* the limit ρ → 0 of the hierarchical network, where z has no noise but w_j still has its posterior;
+scores jump there. For that limit take a small ρ, such as 1e-3.
 
-*What it shows.* A split network keeps the labels from nobody: the gradient that a party is sent for a row has the sign
-of that row's residual, so that gradients of one step alone are the labels, of two classes all of them, whatever the
-noise ρ. What a party sends is a function of its features that others may invert. By default the hierarchical model
-draws no noise at the parties: its one encoder stands at the server (`sums`), which gets the sum of predictors without
-noise and draws s itself, and over ranks and streams gets it under the masks of `fedtorch.sites.secure` or not at all.
-With `auxiliary=amortised()`, and without a sum at the cut layer, parties send z_j with other noise in every step, drawn
-from a key: who has the key knows the noise, and who keeps what was sent averages it away over the steps, by a factor of
-the root of their number. It is part of a model, and no protection. `fedtorch.trust.attacks.split` has these attacks,
-and `fedtorch.trust.privacy.noised_gradients` labels that are private.
+*What its messages reveal.* A split network does not hide the labels from the parties. The gradient that a party
+receives for a row has the sign of that row's residual, so that the gradients of one step reveal the labels (with two
+classes all of them), whatever the noise ρ. A party sends a function of its features that others may invert. By default
+the parties of the hierarchical model draw no noise: the one encoder is at the server (`sums`), which receives the sum
+of the predictors without noise and draws s itself. Over ranks and streams it receives that sum under the masks of
+`fedtorch.sites.secure` only. With `auxiliary=amortised()`, and without a sum at the cut layer, parties send z_j with
+new noise in every step, drawn from a key. Whoever has the key knows the noise, and averaging the messages of T steps
+reduces it by a factor of √T. The noise is part of the model, and no protection. `fedtorch.trust.attacks.split` has
+these attacks, and `fedtorch.trust.privacy.noised_gradients` makes labels private.
 
-Among nodes it is trained by the halves of `fedtorch.vfl.nodes.iteration`. With `torchrun`, every process makes the same
-`SplitNetwork` from its seed (of other nodes' modules only their number matters, and how many numbers a row they send),
-takes its own part of it and its own data, and runs its half::
+Among nodes it is trained by the halves of `fedtorch.vfl.nodes.iteration`. With `torchrun`, every process makes the
+`SplitNetwork` from the same seed, takes its own part of it and its own data, and runs its half. Of the other nodes'
+modules only their number and their numbers of outputs matter::
 
     network = SplitNetwork(bottoms, likelihood, seed=0)
     iterations = [Iteration(step=step) for step in range(1000)]
     if rank == 0:  # of a plain network; `bayes=` wants `masked_server` and `masked_party` around the halves
         half = server_half(ServerNode(network.server, VerticalData((), y), optimizer=adam, per_row=True), iterations)
     else:
-        own = VerticalData((x,), torch.full((len(x),), torch.nan))
-        half = party_half(PartyNode(network.parties[rank - 1], own, optimizer=adam, per_row=True), iterations)
+        data = VerticalData((x,), torch.full((len(x),), torch.nan))
+        half = party_half(PartyNode(network.parties[rank - 1], data, optimizer=adam, per_row=True), iterations)
     over_ranks(half, rank, 3)
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
@@ -83,30 +83,31 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 class SplitNetwork(L.LightningModule):
     """Split networks, plain or hierarchical Bayes, that an ordinary `Trainer` trains in one graph.
 
-    The loss of a batch element is the negative bound per row (the negative log-likelihood, of a plain network); the sum
-    over elements goes to the optimiser, which has to act on each number by itself, as Adam and SGD do.
+    The loss of an element of the batch is the negative bound per row (of a plain network, the negative log-likelihood).
+    The optimiser minimises the sum over the elements, so it has to be elementwise, as Adam and SGD are.
 
     Args:
         bottoms: one network per party, any module of rows `(n, ...)` to `(n, C_j)`.
         likelihood: of the response, from `fedtorch.vfl.model.likelihoods`.
-        seed: from which the weights start, or one for each element of a batch; the noise is drawn by the first.
+        seed: of the initial weights, or one for each element of a batch; the first also seeds the noise.
         combine: at the cut layer, `summed` or `concatenated`.
         top: a network at the server of the cut layer `(n, C)` to the likelihood's predictor; none by default.
         bayes: noise and priors; None for plain networks.
         names: of the parties.
         widths: C_j; the likelihood's number of outputs by default.
-        row_dims: dimensions of one party's row: 1 for a table, 3 for images; tells whether features are stacked.
+        row_dims: dimensions of one party's row: 1 for a table, 3 for images. Features with one dimension more are
+            shared by the batch; features with two more are stacked.
         optimizer: from parameters to an elementwise optimiser, or to anything else that `configure_optimizers` may
             return, such as one with a schedule; Adam at 1e-3 by default.
         validation_draws: Monte Carlo draws of a validation loss.
         compile: True captures a training step once per shape and replays it, see `fedtorch.vfl.fit.captured`.
 
     Attributes:
-        parties: a `Part` each, which saves and loads by itself.
+        parties: the `Part` of each party, with its own `save` and `load`.
         server: the server's `Part`.
-        bayesian: whether an element has noise and priors.
+        bayesian: whether any element has noise and priors.
         validation_losses: `(B,)` negative log scores per row, after a validation epoch.
-        run: what a Trainer has done with it, with the verbs of `ft.Run`.
+        run: the run of its training by a Trainer, with the methods of `ft.Run`.
 
     Raises:
         ValueError: no party, names or widths of another number, or noise at the sum without a sum at the cut layer.
@@ -197,12 +198,12 @@ class SplitNetwork(L.LightningModule):
         return data.to_dtype(self.server.rho.dtype), noise
 
     def setup(self, stage: str) -> None:
-        """Have the Trainer keep checkpoints that appear whole, and read none that could run code."""
+        """Make the Trainer write checkpoints atomically, and read none that could run code."""
         keep_plain(self.trainer.strategy)
-        self._captured = None  # of tensors that may have been moved since
+        self._captured = None  # a capture refers to tensors, which the Trainer may have moved to a device
 
     def on_train_epoch_start(self) -> None:
-        """Begin to count an epoch's seconds."""
+        """Start the epoch's timer."""
         self._began = time.perf_counter()
 
     def on_train_epoch_end(self) -> None:
@@ -214,7 +215,7 @@ class SplitNetwork(L.LightningModule):
         checkpoint["history"] = self.run.log.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the history of a Trainer's checkpoint."""
+        """Restore the history from a Trainer's checkpoint."""
         if "history" in checkpoint:
             self.run.log.load_state_dict(checkpoint["history"])
             self.run.number = len(self.run.log)
@@ -265,7 +266,7 @@ class SplitNetwork(L.LightningModule):
             raise ValueError("Expected rows that all parties have, for `sums`, but got absent ones; use `amortised`")
 
     def nodes(self, data: VerticalData, optimizer: Optimizers = adam) -> tuple[ServerNode, list[PartyNode]]:
-        """Return the nodes in one process, each with what it may know; they train this network in place.
+        """Return the nodes in one process, each with its own data alone; they train this network in place.
 
         Args:
             data: aligned rows.
@@ -297,7 +298,7 @@ class SplitNetwork(L.LightningModule):
             features: `(n, ...)` or `(B, n, ...)`, one per party, or the data that have them.
             draws: of weights and noise.
             seed: of the draws.
-            noise: whether with the model's noise on z.
+            noise: whether to add the model's noise to z.
 
         Returns:
             `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
@@ -321,14 +322,14 @@ class SplitNetwork(L.LightningModule):
     ) -> Half:
         """Return a party's half of a prediction of new rows between organisations; it needs its own part alone.
 
-        The server learns the party's part of each row's predictor, and whatever may be found from it.
+        The server learns the party's part of each row's predictor, and all that can be inferred from it.
 
         Args:
             name: of the party.
-            x: its features of the new rows, in the order that all have agreed on.
-            draws: as the server's.
+            x: its features of the new rows, in the order agreed on by all parties.
+            draws: the same number as at the server.
             seed: of the draws, the same at all nodes.
-            noise: whether with the model's noise on z.
+            noise: whether to add the model's noise to z.
             accept_disclosure: as in `party_half`, where the noise is drawn at the sum.
 
         Raises:
@@ -351,20 +352,20 @@ class SplitNetwork(L.LightningModule):
         part = self.parties[names.index(name)]
         predictor = self.model.predictors[part.index - 1]
         check_rows(predictor, x, x.shape[-1 - predictor.row_dims], name)
-        return self._told(part, x, draws, self._key(seed), noise, accept_disclosure)
+        return self._send_prediction(part, x, draws, self._key(seed), noise, accept_disclosure)
 
-    def _told(self, part: Part, x: Tensor, draws: int, key: Tensor, noise: bool, accept: bool) -> Half:
+    def _send_prediction(self, part: Part, x: Tensor, draws: int, key: Tensor, noise: bool, accept: bool) -> Half:
         with evaluating(part):
             value = part.propose(x, key, draws if self.bayesian else 1, noise)
         yield Send(0, value_of(part)(value), summed=part.guide.auxiliary.server is not None and not accept)
 
     def server_prediction(self, rows: int, *, draws: int = 100, seed: int = 0) -> Half:
-        """Return the server's half of a prediction, which returns what `predict` does; it needs its own part alone.
+        """Return the server's half of a prediction; its result is that of `predict`, and it needs its own part alone.
 
         Args:
-            rows: how many new rows there are.
-            draws: as the parties'.
-            seed: as the parties'.
+            rows: number of new rows.
+            draws: the same number as at the parties.
+            seed: the same as at the parties.
         """
         draws, key, server = draws if self.bayesian else 1, self._key(seed), self.server
         kind, values = value_of(server), []
@@ -396,7 +397,7 @@ class SplitNetwork(L.LightningModule):
 
 
 def _of_elements(value: float | Tensor, size: int, name: str) -> Tensor:
-    """Return one number for each element, `(B,)`."""
+    """Expand a number, or numbers for each element of the batch, to `(B,)`."""
     numbers = torch.as_tensor(value, dtype=torch.float64)
     if numbers.ndim and len(numbers) != size:
         raise ValueError(f"Expected {name} of {size} elements, but got {len(numbers)}")

@@ -103,5 +103,7 @@ def test_a_run_without_a_posterior_says_what_it_has(rows: tuple[Tensor, Tensor])
 
 def test_pooled_runs_are_refused_with_what_to_do() -> None:
     fits = [(torch.tensor([slope]), torch.tensor([[0.04]])) for slope in (0.9, 1.0, 1.2)]
-    with pytest.raises(TypeError, match="Expected a run, but got a Pooled; of pooled runs take contrasts of each"):
+    with pytest.raises(
+        TypeError, match="Expected a run, but got a Pooled; for pooled runs, take the contrasts of each"
+    ):
         ft.inference.contrasts(ft.inference.pooled(fits, names=["slope"]), "slope")

@@ -20,7 +20,7 @@ from fedtorch.models.gibbs import imputation
 from fedtorch.sites import Hub, Policy, SiteConfiguration, join
 from fedtorch.sites.streams import memory
 
-few_rounds = pytest.mark.filterwarnings("ignore:Expected draws that have forgotten their start")
+few_rounds = pytest.mark.filterwarnings("ignore:Expected chains that have mixed")
 
 
 def complete_rows(seed: int, rows: int, clients: int) -> tuple[Tensor, Tensor]:
@@ -161,11 +161,11 @@ def test_what_cannot_be_imputed_is_refused() -> None:
         imputed(empty)
 
 
-def test_draws_that_remember_their_start_are_warned_of() -> None:
+def test_chains_that_have_not_mixed_warn() -> None:
     x = torch.full((60, 1), torch.nan).double()
     x[:4, 0] = torch.tensor([0.0, 1.0, 5.0, 2.0]).double()
     data = imputation.incomplete([(x, random.normal(random.key(0), (60,), torch.float64))])
-    with pytest.warns(RuntimeWarning, match="have forgotten their start after 10 rounds, but got R-hat"):
+    with pytest.warns(RuntimeWarning, match="have mixed after 10 rounds, but got R-hat"):
         imputed(data, 4, rounds=10, between=False)
 
 

@@ -78,7 +78,7 @@ def test_effects_of_a_formula_are_those_of_its_variables() -> None:
     more = ft.inference.predict(run, rows.iloc[[0, 100]].assign(ward=["A", "Z"]))
     assert list(more["known"]) == [True, False]
     np.testing.assert_allclose(more["estimate"].iloc[0], rows["y"].iloc[0], atol=1.0)
-    with pytest.raises(ValueError, match="Expected the frame whose rows to average over"):
+    with pytest.raises(ValueError, match="Expected a frame of rows to average over"):
         ft.inference.marginal_effects(run)
     totals = ft.inference.ranef(run, total=True)
     assert totals.loc[("A", "age"), "estimate"] == pytest.approx(summary.loc["age", "estimate"], abs=1e-3)

@@ -108,7 +108,7 @@ def test_columns_called_as_other_coefficients_are_refused(formula: str) -> None:
     frame = pd.DataFrame(
         {name: [0.0, 1.0, 3.0, 7.0] for name in ("y", "Intercept", "a", "b", "a:b", "g[T.v]")} | {"g": list("uvuv")}
     )
-    with pytest.raises(ValueError, match=r"a name of its own for each coefficient.*rename the column"):
+    with pytest.raises(ValueError, match=r"a different name for each coefficient.*rename the column"):
         ft.data.from_frame(frame.assign(site="s"), client="site", formula=formula)
 
 

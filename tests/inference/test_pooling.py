@@ -144,5 +144,5 @@ def test_runs_without_a_posterior_are_refused() -> None:
 
 def test_fits_of_other_quantities_are_refused() -> None:
     one, other = runs()[:1], GAPS[:1]
-    with pytest.raises(ValueError, match=r"Expected fits of \['level', 'sd\(level\)'\] all, but got one of \[\]"):
+    with pytest.raises(ValueError, match=r"Expected all fits to be of \['level', 'sd\(level\)'\], but got one of \[\]"):
         pooled([*one, *other])

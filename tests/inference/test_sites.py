@@ -127,7 +127,7 @@ def test_a_new_site_has_the_posterior_that_its_rows_would_have_given(run: ft.Run
     np.testing.assert_allclose(table[["estimate", "sd"]], expected[["estimate", "sd"]], atol=2e-3)
     same = ft.inference.predict(ward, x)
     np.testing.assert_allclose(same["estimate"], (x.numpy() @ table["estimate"].to_numpy()), rtol=1e-9)
-    with pytest.raises(ValueError, match="whose totals alone are known"):
+    with pytest.raises(ValueError, match="of which only totals are known"):
         ft.inference.ranef(ward)
 
 
@@ -267,6 +267,6 @@ def test_rows_without_their_numbers_of_trials_are_warned_of() -> None:
     data = ft.data.from_frame(rows, client="site", formula="y | trials(n) ~ x + (1 | site)")
     run = ft.run(ft.ep(hierarchical.regression(data.design, "binomial")), ft.InProcess(data), rounds=8)
     of_all = ft.inference.predict(run, rows)
-    with pytest.warns(UserWarning, match="numbers of trials in column 'n', but the rows have none"):
+    with pytest.warns(UserWarning, match="numbers of trials in column 'n', but the rows have no such"):
         of_one = ft.inference.predict(run, rows.drop(columns="n"))
     assert list(of_one["estimate"]) == list(of_all["estimate"])

@@ -259,7 +259,7 @@ def test_bad_input():
         ft.Network([(0, 1)], nodes=3, names=["a", "a", "b"])
     with pytest.raises(ValueError, match=r"positions \(3, 2\)"):
         ft.Network([(0, 1)], nodes=3, positions=torch.zeros(2, 2))
-    with pytest.raises(AttributeError, match="stay as it is"):
+    with pytest.raises(AttributeError, match="no change of a network"):
         ft.Network([(0, 1)]).nodes = 4
     with pytest.raises(ValueError, match="ids of nodes"):
         ft.Network.ring(3).subnetwork([0, 3])

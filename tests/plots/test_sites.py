@@ -75,9 +75,11 @@ def test_own_estimates_are_least_squares(run: ft.Run) -> None:
     found = site_estimates(run, 0.9)
     noise = ep.posterior(run).mean[-1].exp()
     for k, (x, y) in enumerate(run.population.data):
-        np.testing.assert_allclose(found.own[k], torch.linalg.lstsq(x, y).solution, atol=2e-3)
-        np.testing.assert_allclose(found.own_sd[k], (noise * torch.linalg.inv(x.mT @ x)).diagonal().sqrt(), rtol=2e-3)
-    assert bool(((found.mean - found.centre).abs() <= (found.own - found.centre).abs() + 0.05).all())
+        np.testing.assert_allclose(found.unpooled[k], torch.linalg.lstsq(x, y).solution, atol=2e-3)
+        np.testing.assert_allclose(
+            found.unpooled_sd[k], (noise * torch.linalg.inv(x.mT @ x)).diagonal().sqrt(), rtol=2e-3
+        )
+    assert bool(((found.mean - found.centre).abs() <= (found.unpooled - found.centre).abs() + 0.05).all())
 
 
 def test_own_log_odds_are_those_of_the_rows_under_a_flat_prior() -> None:
@@ -89,8 +91,8 @@ def test_own_log_odds_are_those_of_the_rows_under_a_flat_prior() -> None:
     eta = theta @ x.mT
     weights = torch.softmax((y * eta - torch.nn.functional.softplus(eta)).sum(1), 0)
     mean = weights @ theta
-    np.testing.assert_allclose(found.own[2], mean, atol=0.01)
-    np.testing.assert_allclose(found.own_sd[2], (weights @ (theta - mean).square()).sqrt(), rtol=0.02)
+    np.testing.assert_allclose(found.unpooled[2], mean, atol=0.01)
+    np.testing.assert_allclose(found.unpooled_sd[2], (weights @ (theta - mean).square()).sqrt(), rtol=0.02)
 
 
 def test_a_site_whose_rows_say_nothing_has_no_own_estimate() -> None:
@@ -100,22 +102,22 @@ def test_a_site_whose_rows_say_nothing_has_no_own_estimate() -> None:
     population = ft.InProcess(ft.data.from_tensors(parts))
     model = hierarchical.generalised.logistic(hierarchical.normal(2, names=NAMES))
     found = site_estimates(ft.run(ft.ep(model), population, rounds=60, until=ep.settled()), 0.9)
-    assert bool(found.own[0].isnan().all())
-    assert found.own[1].isnan().tolist() == [False, True]
-    assert bool(found.own[2:].isfinite().all())
+    assert bool(found.unpooled[0].isnan().all())
+    assert found.unpooled[1].isnan().tolist() == [False, True]
+    assert bool(found.unpooled[2:].isfinite().all())
 
 
 def test_shrinkage_draws_both_estimates(run: ft.Run) -> None:
     axes, _ = drawn(ft.plots.shrinkage(run)).axes
     found = site_estimates(run, 0.9)
     own = next(line for line in axes.get_lines() if line.get_label() == "own estimate")
-    np.testing.assert_allclose(np.asarray(own.get_xdata()), found.own[found.mean[:, 0].argsort(), 0], atol=1e-9)
+    np.testing.assert_allclose(np.asarray(own.get_xdata()), found.unpooled[found.mean[:, 0].argsort(), 0], atol=1e-9)
 
 
 def test_a_funnel_names_who_is_outside(run: ft.Run) -> None:
     found = site_estimates(run, 0.9)
-    far = found._replace(own=found.own.clone(), spread=torch.full_like(found.spread, 0.1))
-    far.own[:, 0] = far.centre[0] + torch.tensor([0.0, 0.01, 3.0, 0.02, -0.01])
+    far = found._replace(unpooled=found.unpooled.clone(), spread=torch.full_like(found.spread, 0.1))
+    far.unpooled[:, 0] = far.centre[0] + torch.tensor([0.0, 0.01, 3.0, 0.02, -0.01])
     made = site_funnel(far, 0)
     assert made is not None
     assert [label.text[-1] for label in made.labels] == ["2"]
@@ -169,5 +171,5 @@ def test_units_of_a_design_are_taken() -> None:
     object.__setattr__(run.population.data, "design", design)  # whose ages have mean 50 and sd 10
     after = site_estimates(run, 0.9)
     torch.testing.assert_close(after.mean[:, 1], before.mean[:, 1] / 10)
-    torch.testing.assert_close(after.own[:, 0], before.own[:, 0] - 5 * before.own[:, 1])
+    torch.testing.assert_close(after.unpooled[:, 0], before.unpooled[:, 0] - 5 * before.unpooled[:, 1])
     torch.testing.assert_close(after.spread[1], before.spread[1] / 10)

@@ -87,7 +87,7 @@ def test_a_damaged_file_is_compiled_anew(damage: str, folder: Path, caplog: Any)
     texts = {"torn": data[:-9], "zeroed": zeroed, "foreign": b"x" * 99, "empty": b"", "flipped": bytes(flipped)}
     file.write_bytes(texts[damage])
     assert of_seven(scaled()) == 14
-    assert "is compiled, for it could not be read: Expected" in caplog.text
+    assert "again, because its file could not be read: Expected" in caplog.text
     caplog.clear()
     assert of_seven(scaled()) == 14  # it was written anew
     assert "could not be read" not in caplog.text
@@ -134,7 +134,7 @@ def test_a_full_disk_costs_the_cache_only(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Path, "replace", full)
     assert [of_seven(scaled()) for _ in range(2)] == [14, 14]
-    assert caplog.text.count("compiled programs are not kept") == 1
+    assert caplog.text.count("compiled programs are not cached") == 1
     assert kept(folder) == []
 
 
@@ -209,7 +209,7 @@ def test_without_a_home_programs_are_compiled_in_memory(monkeypatch: pytest.Monk
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", homeless)
     assert of_seven(scaled()) == 14
-    assert "compiled programs are not kept" in caplog.text
+    assert "compiled programs are not cached" in caplog.text
 
 
 def test_other_types_are_refused() -> None:
@@ -227,14 +227,14 @@ def test_off_and_without_numba_there_is_no_program(monkeypatch: pytest.MonkeyPat
         patch.setitem(sys.modules, "numba", None)
         assert not any(scaled().usable() for _ in range(2))
     engine._importable.cache_clear()
-    assert caplog.text.count("operations run without programs, more slowly") == 1
+    assert caplog.text.count("operations run without compiled programs, more slowly") == 1
 
 
 def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(engine, "_PATIENCE", 0.0)
     assert of_seven(scaled()) == 14
     assert "compiling the program" in caplog.text
-    assert "`python -m fedtorch.programs` does it ahead" in caplog.text
+    assert "`python -m fedtorch.programs` compiles all in advance" in caplog.text
     caplog.clear()
     assert of_seven(scaled()) == 14  # it is read
     assert caplog.text == ""

@@ -78,7 +78,7 @@ def test_only_runs_that_are_over_are_cleaned(folder: Path) -> None:
 
 
 def test_nothing_is_cleaned_under_a_node_that_takes_part(folder: Path) -> None:
-    with alone_in(folder), pytest.raises(FileExistsError, match="in which no other process takes part"):
+    with alone_in(folder), pytest.raises(FileExistsError, match="that no other process uses"):
         clean(folder, 0.0)
     assert len(runs(folder)) == 3
 

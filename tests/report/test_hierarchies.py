@@ -50,7 +50,7 @@ def test_every_client_has_its_interval_beside_its_own_rows(tmp_path: Path) -> No
         assert (rows[name]["mean"], rows[name]["low"]) == pytest.approx(
             (float(found.mean[k, 0]), float(found.low[k, 0]))
         )
-        assert rows[name]["other"] == pytest.approx(float(found.own[k, 0]))
+        assert rows[name]["other"] == pytest.approx(float(found.unpooled[k, 0]))
     texts = harmless(page.read_text()).texts
     assert all(any(f"clinic {k}" in text for text in texts) for k in range(4))
     assert "its own rows alone" in texts
@@ -95,7 +95,7 @@ def test_an_improper_prior_is_explained(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         run = fitted(1, 8, variance=hyperpriors.non_informative())
         words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
-    assert "100 % of the clients had an improper cavity: what the prior and the other clients say without" in words
+    assert "100 % of the clients had an improper cavity: the product of the prior and the other clients' sites" in words
     assert "the last round among them, so that such clients kept an old site" in words
 
 
@@ -114,8 +114,14 @@ def history(**columns: list[float]) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        ({"damping": [1, 1, 0.5, 0.7]}, "rounds 3 and 4, 0.5 of a step at the least, because in round 2 means and"),
-        ({"damping": [1, 0.5], "mean_change": [float("nan"), 0.1]}, "in round 1 what the clients said together was no"),
+        (
+            {"damping": [1, 1, 0.5, 0.7]},
+            "rounds 3 and 4, with a smallest of 0.5 of a step, because in round 2 means and",
+        ),
+        (
+            {"damping": [1, 0.5], "mean_change": [float("nan"), 0.1]},
+            "in round 1 the product of all clients' sites was not",
+        ),
         ({"damping": [1, 0.5], "mean_change": [7.0, 0.1]}, "in round 1 a mean moved by more than five standard"),
         ({"damping": [1, 0.5], "improper": [0.25, 0.0]}, "in round 1 some client's cavity was improper"),
     ],
@@ -133,7 +139,7 @@ def test_steps_as_short_as_asked_are_whole() -> None:
 
 
 def test_failed_projections_are_named() -> None:
-    assert "In round 2 some clients found no moments" in propagation(history(failed=[0.0, 0.5]))[-1]
+    assert "In round 2 some clients could not compute the moments" in propagation(history(failed=[0.0, 0.5]))[-1]
 
 
 def test_a_mean_of_several_clients_is_one_line() -> None:
@@ -175,5 +181,5 @@ def test_organisations_and_what_their_numbers_are(tmp_path: Path) -> None:
 
 
 def test_words_of_rounds_and_widths_of_names() -> None:
-    assert rounds([1, 3, 5, 7, 9, 11, 13, 15, 17, 19]).endswith("13 and 3 more spells")
+    assert rounds([1, 3, 5, 7, 9, 11, 13, 15, 17, 19]).endswith("13 and 3 more ranges")
     assert width("WWW") > width("AAA") > width("iii")

@@ -31,7 +31,7 @@ from fedtorch.report import _pictures as pictures
 from fedtorch.report._about import about, reduced
 from fedtorch.report._page import visible
 from fedtorch.report._pictures import picture
-from fedtorch.report._posteriors import found
+from fedtorch.report._posteriors import described
 from fedtorch.report.folder import render
 from fedtorch.trust import privacy, record
 
@@ -104,7 +104,7 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
     missing = 24 - int(run.history["answered"].sum())
     assert missing > 0
     assert f"{missing} of 24" in words
-    assert "did not hear the server" in words
+    assert "the server's message lost" in words
     worst = run.client_losses.groupby("client")["train_loss"].last().nlargest(3)
     rows = [page.texts.index(name, page.texts.index("Largest last training loss")) for name in worst.index]
     assert rows == sorted(rows)
@@ -228,7 +228,7 @@ def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for odd in ({"scores": 3}, {"format": 2}, {"clients": 5}, {"network": {"places": "x"}}):
         text = (tmp_path / "about.json").read_text()
         (tmp_path / "about.json").write_text(json.dumps(json.loads(text) | odd))
-        with pytest.raises(ValueError, match="Expected what ft"):
+        with pytest.raises(ValueError, match="Expected files of ft"):
             render(tmp_path)
         (tmp_path / "about.json").write_text(text)
 
@@ -279,8 +279,8 @@ def test_a_page_refreshes_while_its_run_goes_on(tmp_path: Path) -> None:
     for _ in run.rounds(3):
         pages.append(ft.report.write(run, tmp_path).read_text())
     assert [refreshes(page) for page in pages] == [True, True, False]
-    assert "of 3, and goes on" in harmless(pages[0]).texts
-    assert "of 3, and goes on" not in harmless(pages[2]).texts
+    assert "of 3, still running" in harmless(pages[0]).texts
+    assert "of 3, still running" not in harmless(pages[2]).texts
     next(run.rounds(9))
     assert not refreshes(ft.report.write(run, tmp_path, ended="somebody pulled the plug").read_text())
 
@@ -316,21 +316,21 @@ def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer(max_epochs=2, callbacks=[callback, Fails()], default_root_dir=tmp_path).fit(federation)
     assert "ended by RuntimeError: no more paper" in harmless((tmp_path / "report.html").read_text()).texts
-    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report of"):
+    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report on"):
         trainer(max_epochs=1, callbacks=ft.Report()).fit(BoringModel())
 
 
 def test_diagnostics_are_arviz_s(tmp_path: Path) -> None:
     x = ft.random.normal(ft.random.key(0), (2, 30, 2))
     data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
-    kept, moments = ft.Sampler(burn_in=5), ft.Sampler(burn_in=5, keep=False)
+    stored, moments = ft.Sampler(burn_in=5), ft.Sampler(burn_in=5, keep=False)
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=3)
-    run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=25, record=[kept, moments])
-    told, brief = found(run)
-    table = kept.summary()
-    assert told["components"] == len(told["rows"]) == brief["components"] == len(table)
-    draws = torch.cat([leaf.reshape(60, -1) for leaf in kept.draws().values()], -1)
-    for i, (row, short) in enumerate(zip(told["rows"], brief["rows"])):
+    run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=25, record=[stored, moments])
+    full, brief = described(run)
+    table = stored.summary()
+    assert full["components"] == len(full["rows"]) == brief["components"] == len(table)
+    draws = torch.cat([leaf.reshape(60, -1) for leaf in stored.draws().values()], -1)
+    for i, (row, short) in enumerate(zip(full["rows"], brief["rows"])):
         theirs = table.loc[row["name"]]
         assert row["mean"] == pytest.approx(theirs["mean"], rel=1e-12, abs=1e-14)
         assert short["sd"] == pytest.approx(float(draws[:, i].std()), rel=1e-9, abs=1e-12)
@@ -338,10 +338,10 @@ def test_diagnostics_are_arviz_s(tmp_path: Path) -> None:
             assert row[ours] == pytest.approx(theirs[name], rel=1e-12, nan_ok=True)
     words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
     assert "20 draws of each of 3 chains" in words
-    assert f"R-hat at most {max(r['rhat'] for r in told['rows'] if not math.isnan(r['rhat'])):.4g}" in words
+    assert f"R-hat at most {max(r['rhat'] for r in full['rows'] if not math.isnan(r['rhat'])):.4g}" in words
 
 
-def test_what_leaves_is_told_in_whole_sentences(tmp_path: Path) -> None:
+def test_report_has_disclosed_sentences_in_full(tmp_path: Path) -> None:
     data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=1)
     words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
@@ -349,17 +349,17 @@ def test_what_leaves_is_told_in_whole_sentences(tmp_path: Path) -> None:
         assert sentence in words
 
 
-def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
+def test_report_of_expectation_propagation(tmp_path: Path) -> None:
     x = torch.ones(20, 1, dtype=torch.float64)
     data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0) * 4])
     run = ft.run(ft.ep(hierarchical.linear(hierarchical.normal(1), noise=0.1)), ft.InProcess(data), rounds=2)
-    (told,) = found(run)
-    assert "Not converged after 2 rounds" in told["warnings"][0]
+    (shared,) = described(run)
+    assert "Not converged after 2 rounds" in shared["warnings"][0]
     list(run.rounds(50, until=ep.settled()))
-    (told,) = found(run)
+    (shared,) = described(run)
     q = ep.posterior(run)
-    assert told["warnings"] == []
-    level, spread = told["rows"]
+    assert shared["warnings"] == []
+    level, spread = shared["rows"]
     assert (level["name"], level["mean"]) == ("0", float(q.mean[0]))
     assert level["high"] == pytest.approx(float(q.mean[0] + 1.96 * q.variance[0].sqrt()), abs=1e-4)
     assert spread["name"] == "sd(0)"
@@ -455,9 +455,9 @@ def test_thirty_charts_are_small() -> None:
 @pytest.mark.parametrize("nodes", [1, 50, 3000])
 def test_a_drawing_of_a_network(nodes: int) -> None:
     network = ft.Network.ring(nodes) if nodes > 1 else ft.Network(torch.empty(0, 2, dtype=torch.int64), nodes=1)
-    told = reduced(network)
-    assert json.loads(json.dumps(told)) == told
-    shown = pictures.network(told, network.names, [math.nan, *range(nodes - 1)], "graph")
+    plain = reduced(network)
+    assert json.loads(json.dumps(plain)) == plain
+    shown = pictures.network(plain, network.names, [math.nan, *range(nodes - 1)], "graph")
     drawn = ElementTree.fromstring(shown.svg)
     circles = list(drawn.iter("use"))
     assert len(circles) == min(nodes, 1200)
@@ -476,6 +476,6 @@ def test_a_drawing_of_a_network(nodes: int) -> None:
 
 def test_given_places_are_kept() -> None:
     places = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
-    told = reduced(ft.Network([[0, 1], [1, 2]], positions=places))
-    assert told is not None
-    assert told["places"] == [[0.0, 0.0], [1.0, 0.0], [0.0, 0.5]]
+    plain = reduced(ft.Network([[0, 1], [1, 2]], positions=places))
+    assert plain is not None
+    assert plain["places"] == [[0.0, 0.0], [1.0, 0.0], [0.0, 0.5]]

@@ -1,8 +1,9 @@
 """A site's limits on answers about its columns, and the log of its answers.
 
-A site repeats an earlier answer about a column, to the bit, and with one minimum for good. Two different answers,
-because of new rows, another minimum or other bins, would together disclose more than either does, so the site stores
-its answers. A refusal is an answer, too: the largest minimum with which a site answers would count rows.
+A site answers a repeated question about a column with its earlier answer, to the bit, and never with another minimum.
+Two different answers, because of new rows, another minimum or other bins, would together disclose more than either
+does, so the site stores its answers. It stores refusals, too, because the largest minimum with which a site answers
+would disclose its number of rows.
 
 >>> log = AnswerLog(None)
 >>> log.once("bins of age", 10, lambda: [200, 61.5]), log.once("bins of age", 10, lambda: [201, 61.6])
@@ -75,7 +76,7 @@ class AnswerLog:
         self._facts = Facts(None if folder is None else folder / _FILE, "answers", self._know)
         self._answers: dict[str, dict[str, Any]] = {}
         self._designs = set[str]()
-        self._complete: dict[tuple[str, ...], bool] = {}  # columns -> whether complete rows were told of
+        self._complete: dict[tuple[str, ...], bool] = {}  # columns -> whether complete rows were disclosed
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
         """Return the earlier answer, which may be None, or compute and store it.
@@ -95,9 +96,9 @@ class AnswerLog:
             )
         if before["answer"] != answer:
             _LOG.warning(
-                "the site tells its %s as it told it before, of other rows than it takes now; where its frame has "
-                "changed, delete %s to begin anew",
-                *(what, self._facts.path or "what it remembers, by starting again,"),
+                "the site reuses its stored %s, computed from other rows than its present ones; if its frame has "
+                "changed, delete %s to compute them anew",
+                *(what, self._facts.path or "the answers in memory, by a restart,"),
             )
         return before["answer"]
 
@@ -120,8 +121,8 @@ class AnswerLog:
 
         Args:
             columns: that a formula reads.
-            most: sets of columns, in all; those that were refused count too, for each refusal tells something.
-            check: refuses the columns with those before.
+            most: limit on sets of columns. Refused sets count too, because a refusal discloses something.
+            check: refuses the columns, given those before.
 
         Raises:
             Refused: as `check` does, or a set of columns too many.

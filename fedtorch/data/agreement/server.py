@@ -268,7 +268,7 @@ def conversation(request: Request | Design) -> Conversation:
     """
     text = (request if isinstance(request, Design) else (yield from _described(request))).to_json()
     design = Design.from_json(text)  # in the sites' form, also in the order of its parts
-    _check_answers((yield {"step": "make", "design": text}), design.formula)
+    check_answers((yield {"step": "make", "design": text}), design.formula)
     return design
 
 
@@ -285,7 +285,7 @@ def _described(request: Request) -> Conversation:
         "beside": [column for column in (request.weights, request.trials) if column is not None],
     }
     answers = yield question
-    _check_answers(answers, request.formula)
+    check_answers(answers, request.formula)
     return _design(request, formula, declared, SiteAnswers(answers, request.minimum, request.bounds))
 
 
@@ -313,7 +313,7 @@ def _as_sent(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _check_answers(answers: Mapping[str, Any], formula: str) -> None:
+def check_answers(answers: Mapping[str, Any], formula: str) -> None:
     """Raise an error if a site has refused."""
     refused: dict[str, list[str]] = {}
     for site, answer in answers.items():

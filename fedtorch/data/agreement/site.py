@@ -86,6 +86,30 @@ class Answers:
 
     def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return histograms and levels of the columns of a formula."""
+        text, numbers, factors = self._asked(question)
+        minimum, declared = question["minimum"], question["declared"]
+        return {
+            "text": [column for column in text if column not in declared],
+            "objects": [column for column in factors if self._cells.objects(column)],
+            "histograms": {column: self._histogram(column, minimum) for column in numbers},
+            "levels": {column: self._levels(column, minimum) for column in factors},
+        }
+
+    def told(self, question: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the columns of which `describe` tells histograms or levels.
+
+        Raises:
+            Refused: it tells none, for the same reasons.
+        """
+        _, numbers, factors = self._asked(question)
+        return (*numbers, *factors)
+
+    def _asked(self, question: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+        """Return (the formula's columns of text, those of which histograms are asked for, those of which levels are).
+
+        Raises:
+            Refused: the formula or the minimum is outside the site's limits, or a column is not as the formula has it.
+        """
         formula = self._formula(_checked(question, "formula", str))
         minimum = _checked(question, "minimum", int)
         declared, also = (_texts(question, name) for name in ("declared", "also"))
@@ -93,21 +117,16 @@ class Answers:
         reads = (*formula.columns, *offset, *beside)
         self._has(reads)
         self.disclosure.check(minimum, reads)
-        self._leave_out(reads)
+        if self._drop:
+            self.leave_out(reads)
         text = [column for column in formula.columns if not self._cells.numeric(column)]
         needs = _needs(formula, {*text, *declared})
         offsets = (*formula.offset, *map(Quantity, offset))
         asked = dict.fromkeys([*described(formula, needs, also), *spread(needs), *offsets])
         for quantity in asked:
             self._values(quantity)
-        undeclared = [column for column in needs.levels if column not in declared]
-        columns = dict.fromkeys(quantity.column for quantity in asked)
-        return {
-            "text": [column for column in text if column not in declared],
-            "objects": [column for column in needs.levels if column not in declared and self._cells.objects(column)],
-            "histograms": {column: self._histogram(column, minimum) for column in columns},
-            "levels": {column: self._levels(column, minimum) for column in undeclared},
-        }
+        numbers = list(dict.fromkeys(quantity.column for quantity in asked))
+        return text, numbers, [column for column in needs.levels if column not in declared]
 
     def make(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Accept a design, and return how many rows the site has for it."""
@@ -120,7 +139,8 @@ class Answers:
         self.disclosure.check(self.disclosure.minimum, design.reads)
         _check_sizes(design)
         self._has(design.reads)
-        self._leave_out(design.reads)
+        if self._drop:
+            self.leave_out(design.reads)
         self._log.count(text, self.disclosure.designs)
         for column, levels in design.encoding.levels.items():
             if column in formula.columns and levels.other is None:
@@ -128,35 +148,53 @@ class Answers:
         self.agreed = design
         return {"rows": len(self._cells)}
 
-    def _leave_out(self, columns: Sequence[str]) -> None:
-        """Go on with the rows that lack no cell of these columns, if the site leaves out others.
+    def leave_out(self, columns: Sequence[str]) -> None:
+        """Go on with the rows that lack no cell of these columns, of no columns with all rows.
 
         Where these differ by few rows from those that stayed for other columns it refuses: all that it tells of both,
-        sums of rounds too, would differ by what it tells of these few.
+        sums of rounds too, would differ by what it tells of these few. A site that leaves out no rows remembers that
+        all have stayed, for it may leave out some later.
+
+        Raises:
+            Refused: as said, or no row stays, or these are too many sets of columns.
         """
-        if not self._drop:
-            return
         table = self._whole.frame
         stay = complete(table, columns)
-        if not stay.any():
-            raise Refused(f"no row of the site has a cell in each of the columns {list(columns)}; leave some out")
-        self._log.leave_out(columns, self.disclosure.designs, lambda before: self._check_few(stay, before))
+
+        def check(before: Sequence[Sequence[str]]) -> None:
+            if not stay.any():
+                raise Refused(f"no row of the site has a cell in each of the columns {list(columns)}; leave some out")
+            if before:
+                self._check_few(stay, before)
+
+        self._log.leave_out(columns, self.disclosure.designs, check)
         self._cells = Cells(table[stay], site=self._whole.site, missing=True)
         self._persons = None if self._everybody is None else self._everybody[stay]
 
     def _check_few(self, stay: numpy.ndarray, before: Sequence[Sequence[str]]) -> None:
-        """Refuse rows that stay `(N,)` where they, with those before, tell few rows apart from all others."""
+        """Refuse rows that stay `(N,)` where they, with those before, tell few rows apart from all others.
+
+        A client with enough rows answers alone, so that its rows are looked at by themselves.
+        """
         table, least = self._whole.frame, self.disclosure.minimum
         stays = numpy.stack([stay, *(complete(table, columns) for columns in before)], 1)
-        kinds, kind = numpy.unique(stays, axis=0, return_inverse=True)
-        counts = [behind(kind.reshape(-1) == number, self._everybody) for number in range(len(kinds))]
-        stayed = [bool(each.any()) for each in kinds]  # a kind of rows, for some formula
-        if before and any(count < least for count, some in zip(counts, stayed) if some):
+        kinds, kind = numpy.unique(numpy.column_stack([self._clients_of_many(), stays]), axis=0, return_inverse=True)
+        stayed = kinds[:, 1:].any(1)  # a kind of rows of a client, for some formula
+        if (_behind_each(kind.reshape(-1), self._everybody)[stayed] < least).any():
             raise Refused(
                 "the site leaves out rows that lack a cell, and those that stay differ by fewer than "
-                f"{least} {self.disclosure.counted} from those that stayed for other columns; ask for formulas of the "
-                "columns that were asked for before, or let its side impute, missing='impute', or complete its cells"
+                f"{least} {self.disclosure.counted} from those that stayed for other columns, at a client or in all; "
+                "ask for formulas of the columns that were asked for before, or let its side impute, missing='impute', "
+                "or complete its cells"
             )
+
+    def _clients_of_many(self) -> numpy.ndarray:
+        """Return the number of each row's client `(N,)`, 0 of all that have few rows."""
+        if self.disclosure.client is None:
+            return numpy.zeros(len(self._whole), dtype=int)
+        number = self._whole.frame[self.disclosure.client].factorize()[0]
+        few = _behind_each(number, self._everybody) < self.disclosure.minimum
+        return numpy.where(few[number], 0, 1 + number)
 
     def has_made(self, design: str) -> bool:
         """Return whether rows were made by a design, as JSON."""
@@ -257,6 +295,17 @@ class Answers:
         """Return the observed values of a factor."""
         whole = Cells(self._cells.frame[[column]].dropna())
         return whole.levels(column).tolist()
+
+
+def _behind_each(number: numpy.ndarray, persons: numpy.ndarray | None) -> numpy.ndarray:
+    """Return how many rows, or persons, are of each number in `(N,)`.
+
+    >>> _behind_each(numpy.array([0, 1, 1]), None), _behind_each(numpy.array([0, 1, 1]), numpy.array([5, 7, 7]))
+    (array([1, 2]), array([1, 1]))
+    """
+    if persons is not None:
+        number = numpy.unique(numpy.column_stack([number, persons]), axis=0)[:, 0]
+    return numpy.bincount(number)
 
 
 def complete(table: pandas.DataFrame, columns: Sequence[str]) -> numpy.ndarray:

@@ -69,8 +69,8 @@ def columns(terms: Sequence[Term], encoding: Encoding) -> list[Column]:
     twice += [column.name for column in made if column.name == INTERCEPT and column.parts and not twice]
     if twice:
         raise ValueError(
-            f"Expected a name of its own for each coefficient, but got {twice} of a column that is called as another "
-            "coefficient of formulas is; rename the column in the frame"
+            f"Expected a different name for each coefficient, but got {twice} of a column and of another coefficient; "
+            "rename the column in the frame"
         )
     return made
 

@@ -298,7 +298,7 @@ def _check_encoding(formula: Formula, encoding: Encoding) -> None:
     levels = encoding.levels.get(formula.response.column, Levels(("0", "1")))
     if levels.other is not None or (formula.response.log and levels.names != ("0", "1")):
         raise ValueError(
-            f"Expected a response of numbers or of levels, none of which stands for others, but got "
+            f"Expected a response of numbers or of levels, none of which pools other levels, but got "
             f"{len(levels.names)} levels of {formula.response.name!r}; choose one of them, as a column of True or False"
         )
 

@@ -61,7 +61,7 @@ class RawColumns:
 
     Attributes:
         names: of the numbers that represent them, q.
-        sources: the column that each of these is of.
+        sources: the column that each of these numbers represents.
     """
 
     def __init__(self, design: Design) -> None:

@@ -125,7 +125,7 @@ def from_frame(
         raise TypeError("Expected one of a formula, a design, and features with target, but got several")
     given = [name for name, value in by_formula.items() if value is not None]
     if design is not None and given:
-        raise TypeError(f"Expected {given} with a formula, but got a design, which says these; leave them out")
+        raise TypeError(f"Expected {given} with a formula, but got a design, which has its own; leave them out")
     table = as_frame(frame)
     if design is None:
         parsed = parse(str(formula))

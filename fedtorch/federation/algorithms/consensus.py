@@ -224,7 +224,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
     """
     check_algorithm(algorithm)
     if not algorithm.exchange.additive:
-        raise ValueError("Expected an algorithm whose messages add up, as over a star, but got another exchange")
+        raise ValueError("Expected an algorithm whose messages are summed, as over a star, but got another exchange")
 
     report = algorithm.report
 

@@ -166,7 +166,9 @@ def _with_penalty(
 def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, float]) -> Quadratic:
     """Return λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
     if not hasattr(inbox, "degree"):
-        raise TypeError(f"Expected to hear neighbours, but got {type(inbox).__name__}; leave GTV its exchange, a graph")
+        raise TypeError(
+            f"Expected messages of neighbours, but got {type(inbox).__name__}; do not replace GTV's exchange, a graph"
+        )
     degree = inbox.degree
     shift = tree.zeros_like({name: leaf for name, leaf in parameters.items() if name not in strengths})
     for name, alpha in strengths.items():

@@ -161,8 +161,8 @@ def _check_parts(local: LocalSolver, heads: Algorithm) -> None:
     buffers = getattr(local.init(local.parameters), "buffers", {})
     if _HEAD in local.parameters or _HEAD not in buffers:
         raise ValueError(
-            "Expected coefficients that each client keeps while its body is trained, but got others; write "
-            'ft.gradient_descent(ft.LinearHead(features, body, given=True), buffers="local", ...)'
+            "Expected coefficients that stay at each client while its body is trained, but got trained or averaged "
+            'ones; write ft.gradient_descent(ft.LinearHead(features, body, given=True), buffers="local", ...)'
         )
     if not (adds_up(heads.exchange) or _has_rows(heads.exchange)):
         raise ValueError(

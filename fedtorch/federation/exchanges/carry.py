@@ -158,9 +158,9 @@ def check_need(algorithm: Algorithm, carry: Carry, where: str) -> None:
         return
     if carry.minimum < need.clients:
         raise ValueError(
-            f"Expected sums under masks of at least {need.clients} clients, on which {need.what} rests, but got "
-            f"{where}: where single messages or smaller sums can be seen, others' noise protects nobody; take "
-            f"carry=sites.masked(minimum={need.clients})"
+            f"Expected sums under masks of at least {need.clients} clients, which {need.what} relies on, but got "
+            f"{where}: where single messages or smaller sums can be seen, the noise of other clients does not protect "
+            f"them; take carry=sites.masked(minimum={need.clients})"
         )
     if not need.noise >= _STEPS * carry.step:
         raise ValueError(

@@ -317,8 +317,8 @@ class Federation(L.LightningModule):
     def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
         """Refuse: a checkpoint has tensors, and not the functions of an algorithm."""
         raise TypeError(
-            "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "Expected a federation made as for the saved run, and trainer.fit(federation, ckpt_path=path), but got "
+            "load_from_checkpoint, which needs more than a checkpoint contains; for the model alone use "
             "fedtorch.load_module(path, module)"
         )
 

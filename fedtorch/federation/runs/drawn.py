@@ -137,9 +137,9 @@ class Sampled(Posterior):
         local, draws = self.local, sampler_of(run).draws()
         if local.newcomer is None or SHARED not in draws:
             raise TypeError(
-                "Expected a kernel that knows what clients without rows are like, and a sampler with its global "
-                "variables, but got none; a site's intercept that is integrated out has no distribution, and a "
-                "deviation of your own needs its prior=; rows can be predicted of the run's own sites"
+                "Expected a kernel with the distribution of new clients, and a sampler with its global variables, but "
+                "got one without: a site's intercept that is integrated out has no distribution, and a deviation of "
+                "your own needs its prior=; rows of the run's own sites can be predicted"
             )
         shared = {name: leaf for name, leaf in draws.items() if not name.startswith(SITES)}
         every = max(1, -(-draws[SHARED].shape[0] * draws[SHARED].shape[1] // _DRAWS))

@@ -187,8 +187,8 @@ class Sums:
                     tree.leaves(rows)
                 except TypeError as error:
                     raise TypeError(
-                        f"Expected batches of tensors for metrics=, but client {client.name!r} has others: {error}; or "
-                        "log the metrics in the module's validation_step, and leave metrics= away"
+                        f"Expected batches of tensors for metrics=, but client {client.name!r} has others: {error}; "
+                        "log the metrics in the module's validation_step instead, and leave out metrics="
                     ) from error
                 block = tree.map(lambda leaf: leaf.to(device)[None], rows)
                 yield block, torch.ones(1, tree.leaves(block)[0].shape[1], dtype=torch.bool, device=device)
@@ -310,8 +310,8 @@ class Newcomers:
         inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(ids)))
         if any(len(leaf) != len(ids) for leaf in tree.leaves(inbox)):
             raise ValueError(
-                "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
-                "(a graph, or private rows), where clients that have not been seen have no model"
+                "Expected an algorithm whose server sends all clients the same, but got one that has a row for each "
+                "(a graph, or private rows), in which new clients have no model"
             )
         return self.algorithm.model(inbox, tree.expand(self.state, len(ids)))
 

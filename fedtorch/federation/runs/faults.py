@@ -245,8 +245,8 @@ def check_work(faults: Faults, algorithm: Algorithm) -> None:
     if faults.work is not None and (algorithm.schedule is None or not algorithm.schedule.takes_share):
         names = [algorithm.settings[each] for each in ("algorithm", "local.solver") if each in algorithm.settings]
         raise ValueError(
-            "Expected a local solver that takes steps, as ft.gradient_descent does, for clients that do a part of "
-            f"their work, but got {' of '.join(names) or 'another algorithm'}; leave ft.partial_work out"
+            "Expected a local solver that takes steps, such as ft.gradient_descent, for partial work of clients, but "
+            f"got {' of '.join(names) or 'another algorithm'}; leave ft.partial_work out"
         )
 
 

@@ -66,6 +66,6 @@ def _check_module(saved: SavedModule, module: nn.Module) -> None:
     for name, number in saved.own.items():
         if number is not None and number != functional.checksum(named[name]):
             raise ValueError(
-                f"Expected {name!r}, which training left alone and the checkpoint does not hold, with the values and "
-                "dtype that it had in training, but got others; begin from the same pretrained base or seed"
+                f"Expected {name!r}, which was not trained and is not in the checkpoint, with the values and dtype "
+                "that it had in training, but got others; start from the same pretrained base or seed"
             )

@@ -113,8 +113,8 @@ class Resumable:
             self._check_rows(below("rows.", flat), before)
         if before > now:
             raise ValueError(
-                f"Expected a checkpoint of {now} clients or fewer, but got one of {before}; a run goes on with all "
-                "that it began with: cohort=[0, 1] leaves others unasked"
+                f"Expected a checkpoint of {now} clients or fewer, but got one of {before}; a resumed run has all the "
+                "clients that it started with: to train some of them only, pass for example cohort=[0, 1]"
             )
         if before == now:
             server = tree.unflatten(flat, self.server, "server")
@@ -181,7 +181,8 @@ class Resumable:
         total = self.clients.total()
         if total is None:
             raise ValueError(
-                "Expected all clients, whose total is made anew where others join, but some cannot be asked now"
+                "Expected answers of all clients, because their total is recomputed when clients join, but some are "
+                "not available now"
             )
         return total
 

@@ -178,8 +178,8 @@ class Watch(L.Callback):
             line_search = any(group.get("line_search_fn") for group in optimizer.param_groups)
             if self.quadratic is not None and line_search:
                 self.refusal = TypeError(
-                    f"{type(optimizer).__name__}'s line search reads the value of the loss, but what the "
-                    "others think enters as a gradient only; use line_search_fn=None"
+                    f"{type(optimizer).__name__}'s line search reads the value of the loss, but the algorithm's "
+                    "quadratic term enters as a gradient only; use line_search_fn=None"
                 )
                 raise self.refusal
             optimizer.register_step_post_hook(self._after_step)

@@ -63,7 +63,7 @@ class Descent:
 
     linear: LinearSteps | None = None
     promised = False
-    _said = False  # whether the advice about rowwise=True has been logged
+    _advised = False  # whether the advice about rowwise=True has been logged
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class Descent:
         check_steps(optimizer)
         if not elementwise(optimizer):
             _LOG.info(
-                "%s is none of torch's elementwise optimisers, so that every client has one of its own: a step of K "
-                "clients is K steps in Python",
+                "%s is not one of torch's elementwise optimisers, so every client has its own optimiser, and a step of "
+                "K clients takes K steps in Python",
                 type(optimizer).__name__,
             )
 
@@ -329,8 +329,8 @@ class Descent:
         """Train groups of clients that take their steps together."""
         device, count = data.count.device, data.count.to("cpu")
         padded = self.padded(data, count)
-        if is_ragged(count) and self.loss.batched and not padded and not self._said:
-            self._said = True
+        if is_ragged(count) and self.loss.batched and not padded and not self._advised:
+            self._advised = True
             _LOG.info(
                 "clients of unequal size share steps where their batches have the same shapes; rowwise=True lets them "
                 "share all steps, if a batch's loss is the mean of its rows' losses"

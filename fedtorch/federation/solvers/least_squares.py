@@ -90,7 +90,7 @@ def least_squares(
         raise ValueError(f"Expected trainable parameters, but got frozen {', '.join(frozen)}; use ft.gradient_descent")
     if trained:
         raise ValueError(
-            f"Expected a frozen feature map, whose features a closed form takes as they are, but got trainable "
+            f"Expected a frozen feature map, because a closed form does not train it, but got trainable "
             f"{', '.join(trained)}; freeze it by feature_map.requires_grad_(False), or use ft.gradient_descent"
         )
     if within:

@@ -201,7 +201,7 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
             if _agree(outputs, lambda k: alone(*tree.map(lambda x: x[k], (tensors, inputs))), len(leaf)):
                 return outputs
             stacks.append(False)
-            _LOG.warning("stacked predictions of %s differ from those of clients alone, who go one by one", name)
+            _LOG.warning("stacked predictions of %s differ from those of single clients; predicting one by one", name)
             return each(tensors, inputs)
 
     return Rowwise(predict, writes) if rowwise else Predictor(predict, writes)

@@ -654,8 +654,8 @@ class ParameterHooks:
         if after:
             raise TypeError(
                 f"Expected parameters without register_post_accumulate_grad_hook, but {', '.join(after)} of "
-                f"{type(module).__name__} have one, which would step before the others' terms are added; use "
-                "register_hook, or ft.lightning_fit"
+                f"{type(module).__name__} have one, which would step before the algorithm's quadratic term is added; "
+                "use register_hook, or ft.lightning_fit"
             )
         each = [parameters[name]._backward_hooks if name in parameters else None for name in names]
         self._hooks: dict[int, list[Hook]] = {i: list(hooks.values()) for i, hooks in enumerate(each) if hooks}

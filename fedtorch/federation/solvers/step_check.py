@@ -258,7 +258,7 @@ class StepCheck:
             if difference is None:
                 difference = self._compared(loss, values, part, index, step_keys, double=False)
                 _LOG.info(
-                    "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
+                    "the stacked steps of %s are checked coarsely, in its own dtype, because it cannot run in float64",
                     type(self._module).__name__,
                 )
             differences = differences or difference or ""

@@ -81,7 +81,7 @@ class UnitModel(gpytorch.Module):
         return self.kernel.scale.new_zeros(dims + 1, dims + 1)
 
     def unit_tensors(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the tensors `(*k, ...)` of units whose `unit_vector` this is, `(*k, D)`; of a model of one unit."""
+        """Return the tensors `(*k, ...)` of units with this `unit_vector`, `(*k, D)`; the model has one unit."""
         values, scale, place = dict(self.named_parameters()), self.kernel.scale.expand(vector.shape[:-1]), 0
         if self.scale is None:
             scale, place = vector[..., 0].exp(), 1
@@ -136,7 +136,7 @@ class UnitModel(gpytorch.Module):
                 constraint = self.constraint_for_parameter_name(name)
                 noise = (_START_NOISE * scale[..., None]).square().to(values[name])
                 raw = constraint.inverse_transform(noise).expand_as(initial[name])
-                # A constraint that excludes it leaves the likelihood's own.
+                # If the constraint excludes this noise, the likelihood's initial noise stays.
                 initial[name] = torch.where(raw.isfinite(), raw, initial[name])
         return initial
 

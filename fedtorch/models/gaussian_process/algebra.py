@@ -76,14 +76,15 @@ def evidence(site: GaussianSite) -> Tensor:
 
 
 def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
-    """Return Cholesky factors `(*b, n, n)`; a matrix that is not positive definite gets ever more jitter, others none.
+    """Return Cholesky factors `(*b, n, n)`; only matrices that are not positive definite get jitter, increasingly more.
 
     Args:
         matrix: symmetric, `(*b, n, n)`.
         jitter: added to the diagonal, relative to its mean.
 
     Raises:
-        ValueError: a matrix that 10⁶ times the jitter does not mend; the message names its place in a batch.
+        ValueError: a matrix that is not positive definite even with 10⁶ times the jitter; the message names its place
+            in a batch.
 
     >>> singular = torch.ones(2, 2, dtype=torch.float64)
     >>> factor = stable_cholesky(singular, jitter=1e-8)
@@ -112,10 +113,10 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
 
 
 def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
-    """Call `function(*args)`, whose `stable_cholesky` factors are checked once, all together, and not each.
+    """Call `function(*args)` and check all of its `stable_cholesky` factors together, once.
 
-    If a factorisation has failed, the function is called again and each is checked. A device is therefore synchronised
-    once.
+    If a factorisation has failed, the function is called again and each factor is checked. So a device is synchronised
+    only once as long as none fails.
 
     Args:
         function: deterministic and without side effects.

@@ -82,7 +82,7 @@ def check_parts(model: Geometry, mean: bool = False) -> None:
     if model.own_kernel.batch_shape != expected:
         raise ValueError(
             f"Expected an own kernel of batch shape {tuple(expected)}, but got "
-            f"{tuple(model.own_kernel.batch_shape)}; units that share its hyperparameters want none, others theirs"
+            f"{tuple(model.own_kernel.batch_shape)}; use no batch shape if units share its hyperparameters"
         )
 
 

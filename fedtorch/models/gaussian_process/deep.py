@@ -6,9 +6,9 @@ layer before, so that the bound
 
 .. math:: \sum_m \Big( E_q \log p(y_m | f_m(g(x_m))) - KL(q(f_m) \| p) \Big) - KL(q(g) \| p)
 
-is estimated without bias for any layers (doubly stochastic: draws, and rows). A unit's loss is minus its own part by
-row, with KL(q(g) ‖ p) divided by the rows of all units: the mean of units' losses, weighted by rows, is minus the bound
-of all, by row. Hyperparameters and inducing inputs of all layers are shared; the outer q(u) and the noise,
+is estimated without bias for any layers (doubly stochastic: draws, and rows). A unit's loss is minus its own terms per
+row, with KL(q(g) ‖ p) divided by the rows of all units. So the mean of the units' losses, weighted by rows, is minus
+the whole bound per row. Hyperparameters and inducing inputs of all layers are shared; the outer q(u) and the noise,
 `DeepGP.own`, stay with the unit.
 
 Source: Salimbeni and Deisenroth (2017), "Doubly stochastic variational inference for deep Gaussian processes".

@@ -236,7 +236,7 @@ def _leave_out(model: ConvolvedGP, rows: Observed, exact: bool) -> None:
     size, vectors = torch.linalg.eigh(symmetric(site.precision))
     left = 1 - size
     if not bool((left > 0).all()):
-        raise ValueError("Expected known rows, which q has heard of, but got others; leave known=True away")
+        raise ValueError("Expected rows that q was fitted to, but got others; leave out known=True")
     shift = -(vectors.mT @ site.shift[:, None])
     mean = vectors @ (shift / left[:, None])
     root = torch.linalg.qr((vectors * left.rsqrt()).mT, mode="r")[1].mT

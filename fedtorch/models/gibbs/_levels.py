@@ -24,8 +24,9 @@ posterior does not depend on them, so a draw beyond that range is rejected.
 
 The remaining dependence is that of τ_j on the width of the δ_k. A move of τ_j and all δ_kj by one factor, given
 everything else, would need Σ_k δ_k X_k'X_k δ_k / σ_k² for all pairs of coefficients, and answers of all sites in the
-same round, because their deviations would change with it. In place of every second move of θ with its sites, in four
-sites of eleven coefficients, it halves the correlation time of log τ once more and lengthens that of θ by a half.
+same round, because their deviations would change with it. It would replace every second move of θ with its sites. In
+four sites of eleven coefficients, this halves the correlation time of log τ once more, and lengthens that of θ by a
+half.
 """
 
 from __future__ import annotations

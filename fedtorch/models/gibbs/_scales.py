@@ -90,9 +90,9 @@ def on_lattice(density: Callable[[Tensor], Tensor], x: Tensor, middle: Tensor, w
 
     Args:
         density: `(POINTS, C, p)` -> log densities up to a constant.
-        x: the draws before, `(C, p)`.
-        middle: m, `(C, p)`, and
-        width: s > 0, which broadcasts to it: where the density is and how wide, roughly; they must not depend on x.
+        x: the previous draws, `(C, p)`.
+        middle: m, `(C, p)`, an estimate of the density's location that does not depend on x.
+        width: s > 0, broadcastable to m, an estimate of the density's width that does not depend on x.
         keys: `(C,)`.
     """
     for_spacing, for_place, for_choice = random.uniform(keys, (3, x.shape[-1]), torch.float64).unbind(1)

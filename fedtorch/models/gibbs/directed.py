@@ -117,7 +117,7 @@ def regression(
     def init(start: Tensor) -> DirectedSite:
         matrix = graphical.square(graphical.by_response(start))
         if not bool((spectral_radius(matrix) < 1).all()):
-            raise ValueError("Expected a start with a spectral radius below 1, but got another; use graphical.start(p)")
+            raise ValueError("Expected a start of spectral radius below 1, but got a larger; use graphical.start(p)")
         ones = torch.ones_like(start)
         return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
 

@@ -41,7 +41,7 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
     joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
     rows, counts = incomplete_cells(torch.cat(joined)), torch.tensor([len(z) for z in joined])
     if not bool(rows.observed.any(1).all()):
-        raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
+        raise ValueError("Expected an observed value in every row, but got a row of NaN; leave it out")
     return FederatedData(rows, counts, tuple(names))
 
 

@@ -126,7 +126,7 @@ def regression(
     if not noise_shape > 0:
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
     if intercept and statistics is not None:
-        raise ValueError("Expected no intercept with statistics=, which know no mean; add a column of ones to x")
+        raise ValueError("Expected no intercept with statistics=, which have no mean; add a column of ones to x")
     known, deviation = deviation is None, horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> RegressionSite:

@@ -15,7 +15,7 @@ _PART = 0.02  # relative to a direction's largest coefficient; columns below it 
 
 
 def warn_of_dependence(
-    names: Sequence[str], before: Tensor, after: Tensor, *, shown: str = "the prior", stacklevel: int = 3
+    names: Sequence[str], before: Tensor, after: Tensor, *, shown: str = "those of the prior", stacklevel: int = 3
 ) -> bool:
     """Warn about coefficients with a direction of no information in the rows, as for linearly dependent columns.
 
@@ -46,9 +46,9 @@ def warn_of_dependence(
     some = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
     together = " and ".join([", ".join(some[:-1]), some[-1]] if some[1:] else some)
     warnings.warn(
-        f"Expected columns that are linearly independent, but those of {together} are dependent, or nearly "
-        f"beside their prior: rows say nothing of {empty.shape[1]} combination{'s' * (empty.shape[1] > 1)} of their "
-        f"coefficients, and what is shown of these is {shown}; leave as many of the terms out",
+        f"Expected columns that are linearly independent, but those of {together} are dependent, or nearly so compared "
+        f"with their prior: rows do not inform {empty.shape[1]} combination{'s' * (empty.shape[1] > 1)} of their "
+        f"coefficients, whose estimates are {shown}; leave as many of the terms out",
         RuntimeWarning,
         stacklevel=stacklevel,
     )

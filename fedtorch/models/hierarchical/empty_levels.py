@@ -55,7 +55,7 @@ def warn_of_few(ordered: Ordered, mean: Tensor, covariance: Tensor, *, helps: st
     if bool(missing.any()):
         warnings.warn(
             f"Expected rows of every level, but got few or none of {_named(ordered.levels, missing)}, whose thresholds "
-            f"rows do not tell; {helps}{_HELPS}",
+            f"the rows do not inform; {helps}{_HELPS}",
             RuntimeWarning,
             stacklevel=stacklevel,
         )

@@ -52,8 +52,8 @@ from fedtorch.models.hierarchical.integrals.given import Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
-# Tolerated increase of a variance by the rows, which is never real. Rules with few nodes are off by 0.05 for
-# uninformative rows, which are then treated as uninformative; twice that means that the rule has missed its integrand.
+# Tolerated increase of a variance by the rows. Any increase is a numerical error: rules with few nodes are off by 0.05
+# for uninformative rows. An increase of more than twice that means that the rule has missed its integrand.
 _MISSED = 0.1
 _CHUNK = 2**18  # most numbers in an array for a chunk of clients, to fit the cache
 

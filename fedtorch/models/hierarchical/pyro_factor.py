@@ -54,8 +54,8 @@ __dir__ = only(__all__)
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs as nodes
 _AROUND = 7  # points for each of two latent variables around their mode
-_STILL = 0.03  # sds of the last step to the mode: integration about the mode covers the rest
-_ROUGH = 0.1, 5  # the same, and evaluations, while nodes of φ are placed
+_STILL = 0.03  # sds of a step that ends the search for the mode; integration about the mode corrects for the rest
+_ROUGH = 0.1, 5  # likewise while nodes of φ are placed, and the most evaluations
 _ALONE = 3  # most nodes without a preliminary search for the mode between them
 _CHUNK = 2**18  # most rows times nodes of φ in a search for modes
 _LEAST = 1e-9  # relative variance added in directions in which nodes do not vary
@@ -214,8 +214,8 @@ class PyroFactor:
         sizes = {part.mean.shape[-1] for part in parts}
         if len(sizes) > 1:
             raise ValueError(
-                f"Expected clients with as many latent variables each, but got {sorted(sizes)}; what differs with the "
-                "rows of a client has no posterior that is comparable"
+                f"Expected clients with as many latent variables each, but got {sorted(sizes)}; posteriors of latent "
+                "variables for each row are not comparable between clients"
             )
         if not parts:
             return Integrated(

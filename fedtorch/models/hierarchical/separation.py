@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_LARGE = 2.5  # of a coefficient per standard deviation of its column, an odds ratio of 12
-_UNSURE = 0.2  # standard error or deviation, relative to the coefficient
-_PRIOR = 0.07  # posterior share of the prior variance
-_CUT = 1.5  # of such a coefficient whose rows leave `_HALF`: a truncated prior of sd 2.5 has mean 2.0
-_MOVED = 1e-3  # least such coefficient that counts as moved by rows: one row of a million moves it by more
-_HALF = 0.1  # of the prior variance; half a normal density has 0.36
+# Coefficients are per standard deviation of their column.
+_LARGE = 2.5  # a larger coefficient counts as large; it is an odds ratio of 12
+_UNSURE = 0.2  # a larger standard error, relative to the coefficient, counts as uncertain
+_PRIOR = 0.07  # a larger posterior variance, relative to the prior variance, counts as uncertain
+_HALF = 0.1  # likewise for a one-sided posterior; half a normal density has 0.36 of the variance
+_CUT = 1.5  # with `_HALF`, a larger coefficient counts as large; half a normal prior of sd 2.5 has mean 2.0
+_MOVED = 1e-3  # a larger coefficient counts as moved by rows; one row of a million moves it by more
 
 
 def warn_of_separation(
@@ -34,10 +35,10 @@ def warn_of_separation(
     Args:
         names: of the coefficients.
         coefficients, sds: `(d,)`, of columns with standard deviation 1; an sd may be NaN.
-        before: sds under the prior `(d,)`, if there is one: rows that leave a large coefficient more than a little of
-            its prior variance would prefer a larger one.
-        fixed: whether a coefficient is the same at all clients, and not the intercept: for these a prior truncated on
-            one side shows in the remaining variance, however few rows cause it.
+        before: sds under the prior `(d,)`, if there is one. A large coefficient that keeps more than a little of its
+            prior variance would be larger without the prior.
+        fixed: whether a coefficient is the same at all clients, and not the intercept. The remaining variance of these
+            shows whether rows, however few, exclude one side of the prior.
         alone: whether rows have no information about a coefficient separately, `(d,)`: see `dependence.alone`.
         helps: remedy for the message.
         stacklevel: as for `warnings.warn`.
@@ -51,7 +52,7 @@ def warn_of_separation(
         ...     warnings.simplefilter("always")
         ...     warned = warn_of_separation(["age", "sex[T.male]"], torch.tensor([0.5, 4.0]), torch.tensor([0.1, 1.2]))
         >>> str(seen[0].message)[:60]
-        "Expected responses that no column tells apart, but 'sex[T.ma"
+        "Expected responses that no column separates, but 'sex[T.male"
     """
     size = coefficients.abs()
     known = sds <= _UNSURE * size
@@ -66,9 +67,9 @@ def warn_of_separation(
     if bool(far.any()):
         separating = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
         warnings.warn(
-            f"Expected responses that no column tells apart, but {separating} may do so (separated: rows of a level, "
-            "or beyond a value, that all respond alike): the likelihood has no maximum there, and what is found rests "
-            f"on the prior; {helps}",
+            f"Expected responses that no column separates, but {separating} may do so (all rows of a level, or beyond "
+            "a value, have the same response): the likelihood has no maximum there, and estimates depend on the "
+            f"prior; {helps}",
             RuntimeWarning,
             stacklevel=stacklevel,
         )

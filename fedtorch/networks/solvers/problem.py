@@ -151,7 +151,7 @@ class LinearProblem:
 
     @cached_property
     def pooled_eigenvalue(self) -> float:
-        """Return the smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 uncoupled.
+        """Return the smallest v'Qv / v'Pv, with P the `blocks`, over v that a component's nodes share; 1 if uncoupled.
 
         It bounds the smallest eigenvalue of P⁻¹Q from above, closely at a strong coupling.
         """

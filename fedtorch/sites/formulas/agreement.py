@@ -1,24 +1,35 @@
-"""The server's part: sites that are connected agree on a design."""
+"""The server's part: sites that are connected agree on a design.
+
+Each site hears who is asked, and answers about its columns (`describe`). The design follows from the answers that come,
+and the server tells these sites whose they are (`confirm`). Each of them remembers that. At both steps it refuses where
+it was behind another design of a column with other sites: see `past_sums`, which names the adversary too. Only then the
+design leaves the server (`make`). A site that falls silent after its answer stays in the design, as one without it
+would be another.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedtorch import expected
 from fedtorch.data import Design
 from fedtorch.data.agreement.alike import Unlike, check_alike
-from fedtorch.data.agreement.server import Request, conversation
+from fedtorch.data.agreement.server import Request, check_answers, conversation
 from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import agreeing
-from fedtorch.sites.formulas.site_frame import ONE_WAY
+from fedtorch.sites.formulas.site_frame import CONFIRM, DESCRIBE, ONE_WAY
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
-from fedtorch.sites.rounds.sites import Sites, reasons
+from fedtorch.sites.rounds.sites import Sites, at_least, reasons
 from fedtorch.sites.streams.hub import Hub
+
+_LOG = logging.getLogger(__name__)
 
 
 def agree(
@@ -37,13 +48,19 @@ def agree(
     weights: str | None = None,
     trials: str | None = None,
     seconds: float = 60.0,
+    quorum: float = 1.0,
     timeout: float = 60.0,
+    troubles: dict[str, str] | None = None,
     record: AuditRecord | None = None,
 ) -> Design:
     """Let sites agree on the levels, knots, means and scales of a formula; each then makes rows of its own frame by it.
 
     No rows leave a site, and nothing of fewer rows than the minimum, or than its policy's if that is larger: then it
     refuses. What the server learns of each site is on the page "What is private and what is not".
+
+    A site that was late, or refused, is not in the agreement; the log has a line about it. It makes rows by the design
+    later, `agree(host, [name], design)`, and tells nothing of its columns for it. Sites refuse a new agreement on a
+    column with it: the difference of both designs would show the other sites what this one has told.
 
     Args:
         host: where sites connect.
@@ -59,13 +76,17 @@ def agree(
             `{"nyha": (2, 1)}`.
         standardise, offset, weights, trials: see `ft.data.from_frame`.
         seconds: the longest wait for answers.
-        timeout: the longest wait for sites to connect.
+        quorum: the part of the sites that must take part, or with a whole number so many of them. Where several are
+            asked for an agreement it is of two at least: a design of one site's answers would show these.
+        timeout: the longest wait for sites to connect; with a quorum those that are here then go on without others.
+        troubles: is filled with the sites that are not in the agreement, by name, and why.
         record: what sites are asked, and who answers, is appended to it.
 
     Raises:
-        ValueError: a formula or a declaration that is none; a site refuses, or the sites tell too little. The message
-            names site and column.
-        TimeoutError: a site did not come, or did not answer in time.
+        ValueError: a formula or a declaration that is none; sites refuse, and the others are fewer than the quorum; a
+            site has agreed on a column with others before; or the sites tell too little. The message names site and
+            column.
+        TimeoutError: sites did not come, or did not answer in time, and the others are fewer than the quorum.
 
     Example:
         >>> import threading, pandas, fedtorch as ft
@@ -87,51 +108,121 @@ def agree(
         formula, minimum, client, levels or {}, other or {}, bounds or {}, scales or {}, standardise, offset, weights,
         trials,
     )  # fmt: skip
+    least = _least(quorum, len(sites), alone=isinstance(formula, Design))
     asked = Sites(host, sites, alike=False)
-    asked.meet(timeout)
-    run = secrets.token_hex(16)
-    ways = {name: asked.bring[name].missing for name in asked.names}
+    asked.meet(timeout, least)
+    run, missing = secrets.token_hex(16), asked.absent
+    ways = {name: asked.bring[name].missing for name in asked.names if name not in missing}
     masks = "impute" in ways.values()
     try:
         if masks:
             said = {name: f"missing={way!r}" for name, way in ways.items() if way in ("drop", "impute")}
             check_alike("one way with missing cells", said, f"no estimate follows from both; {ONE_WAY}")
-        half = _half(asked, request, run, seconds, masks)
-        return asked.drive(half, run, None, agreeing(record, asked.ask))[0]
+        half = _half(_Asking(asked, run, request.formula, least, seconds, missing), list(ways), request, masks)
+        design: Design = asked.drive(half, run, None, agreeing(record, asked.ask))[0]
     except Unlike as error:
         asked.turn_away(error.odd, str(error))
         raise
+    if missing:
+        what = f"{len(sites) - len(missing)} of {len(sites)} sites have agreed on {design.formula!r}"
+        _LOG.warning("%s, without %s", what, reasons(missing))
+        for name, why in missing.items():
+            remedy = f"the server's side can have it make rows by their design, agree(host, [{name!r}], design)"
+            asked.turn_away([name], f"sites have agreed on {design.formula!r} without {name!r}: {why}; {remedy}")
+    if troubles is not None:
+        troubles.clear()
+        troubles.update(missing)
+    return design
 
 
-def _half(sites: Sites, request: Request | Design, run: str, seconds: float, masks: bool) -> Half:
-    """Ask all sites, and return the design that they have agreed on.
+def _least(quorum: float, asked: int, alone: bool) -> int:
+    """Return how many sites must take part.
 
     Args:
-        sites: that are asked.
-        request: what they are to agree on.
-        run: the conversation's identity.
-        seconds: the longest wait for answers.
-        masks: whether some keep missing cells, so that all have rows with a mask of what is there.
+        quorum: a part of them, or their number.
+        asked: sites, in all.
+        alone: whether one of several may be enough, as where sites tell nothing of their columns.
+
+    >>> _least(0.5, 5, alone=False), _least(4, 5, alone=False), _least(1.0, 1, alone=False)
+    (3, 4, 1)
     """
-    talk, names = conversation(request), sites.names
-    question = next(talk)
-    while True:
-        number = sites.next_sequence()
-        question = {**question, "masks": True} if masks and question["step"] == "make" else question
-        payload = frames.encode("agree", run=run, sequence=number, question=question)
+    number = type(quorum) is int
+    if not (1 <= quorum <= asked if number else 0 < quorum <= 1):
+        raise ValueError(f"Expected a quorum above 0 and at most 1, or 1 to {asked} sites, but got {quorum}")
+    least = int(quorum) if number else math.ceil(quorum * asked)
+    if least < min(2, asked) and not alone:
+        raise ValueError(
+            f"Expected a quorum of at least 2 of {asked} sites, for what one alone has told would follow from their "
+            f"design, but got {quorum}, which is 1 site; say 1.0 for all of them"
+        )
+    return least
+
+
+class _Asking(NamedTuple):
+    """How the sites of an agreement are asked."""
+
+    sites: Sites
+    run: str  # the conversation's identity
+    formula: str
+    least: int  # sites that have to answer
+    seconds: float  # the longest wait for answers
+    missing: dict[str, str]  # why sites are not in the agreement so far
+
+    def ask(self, names: Sequence[str], question: Mapping[str, Any], *, refusing: bool = True) -> Half:
+        """Return the answers to a question by name, without those of sites that refuse or are late.
+
+        Args:
+            names: of the sites that are asked.
+            question: to all of them.
+            refusing: whether the others go on without a site that refuses.
+
+        Raises:
+            ValueError: a site refuses, and the others are too few, or do not go on without it.
+            TimeoutError: too few have answered in time.
+        """
+        number, refused = self.sites.next_sequence(), dict[str, str]()
+        payload = frames.encode("agree", run=self.run, sequence=number, question=question)
         for name in names:
             yield Send(name, payload, sequence=number)
-        refused: dict[str, str] = {}
         read = partial(_answer_or_refusal, refused)
-        heard = yield Receive(names, read, least=len(names), seconds=seconds)
+        heard = yield Receive(tuple(names), read, least=self.least, seconds=self.seconds)
+        for name in names:
+            self.missing.pop(name, None)
+        said = {name: str(answer["refused"])[:1000] for name, answer in heard.messages.items() if "refused" in answer}
+        self.missing.update({**heard.missing, **said})
+        answers = {name: answer for name, answer in heard.messages.items() if name not in said}
+        if len(answers) >= self.least and (refusing or not (refused or said)):
+            return answers
+        every = at_least(self.least, len(self.sites.names))
         if refused:
-            raise ValueError(f"Expected answers of all sites, but some refuse: {reasons(refused)}")
-        if heard.missing:
-            raise TimeoutError(f"Expected answers of all sites within {seconds:g} s, but got {reasons(heard.missing)}")
-        try:
-            question = talk.send(heard.messages)
-        except StopIteration as done:
-            return done.value
+            why = refused if self.least == len(names) else heard.missing
+            raise ValueError(f"Expected answers of {every}, but some refuse: {reasons(why)}")
+        check_answers(heard.messages, self.formula)
+        raise TimeoutError(f"Expected answers of {every} within {self.seconds:g} s, but got {reasons(self.missing)}")
+
+
+def _half(asking: _Asking, names: Sequence[str], request: Request | Design, masks: bool) -> Half:
+    """Ask sites, and return the design that they have agreed on.
+
+    Args:
+        asking: how they are asked.
+        names: of the sites that are here.
+        request: what they are to agree on.
+        masks: whether some keep missing cells, so that all have rows with a mask of what is there.
+    """
+    talk = conversation(request)
+    question = next(talk)
+    if question["step"] == DESCRIBE:
+        answers = yield from asking.ask(names, {**question, "sites": list(names)})
+        names, made = list(answers), talk.send(answers)
+        yield from asking.ask(names, {**question, "step": CONFIRM, "sites": names}, refusing=False)
+        question = made
+    answers = yield from asking.ask(names, {**question, "masks": True} if masks else question)
+    try:
+        talk.send(answers)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("Expected a design once sites have made rows by it")
 
 
 def _answer_or_refusal(refused: dict[str, str], site: str, came: bytes | Frame) -> dict[str, Any]:

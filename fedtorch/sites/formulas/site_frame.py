@@ -17,6 +17,7 @@ from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.past_sums import PastSums
 from fedtorch.sites.rounds.policy import Refusal
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _FILE = "design.json"
+DESCRIBE, CONFIRM = "describe", "confirm"  # steps before a design, between which sites may fall silent
 ONE_WAY = "set missing='impute' at all sites where cells are missing, or missing='drop' at all of them"
 
 
@@ -34,6 +36,7 @@ class SiteFrame:
         configuration: of the site.
         folder: of its states, where the design is kept that sites have agreed on; None for nowhere.
         in_order: returns a configuration with its clients in the order in which the site numbers them.
+        past: of the site, which remembers with whom it has agreed.
 
     Attributes:
         configuration: with rows by that design, once there is one.
@@ -44,8 +47,9 @@ class SiteFrame:
         configuration: SiteConfiguration,
         folder: Path | None,
         in_order: Callable[[SiteConfiguration], SiteConfiguration],
+        past: PastSums,
     ) -> None:
-        self._in_order, self._whole = in_order, configuration
+        self._in_order, self._whole, self._past = in_order, configuration, past
         self.configuration, policy = configuration, configuration.policy
         self._masks = False  # whether sites keep missing cells, this one's, if it has some, among them
         self._path = None if folder is None else folder / _FILE
@@ -56,22 +60,41 @@ class SiteFrame:
             if self._path is not None and self._path.exists():
                 kept = files.read_json(self._path)
                 self._masks = kept.get("masks", False)
-                self._make(Design.from_json(kept["design"]))
+                try:
+                    self._make(Design.from_json(kept["design"]))
+                except Refused as error:  # such as where it does something else with missing cells now
+                    _LOG.warning("no rows by the design that sites have agreed on: %s", error)
 
     def answer(self, frame: Frame) -> bytes:
         """Answer a question about the frame; once a design has come, make rows by it.
 
         Raises:
-            Refusal: the site has no frame.
+            Refusal: the site has no frame, or does not agree with these sites.
         """
         if self._answers is None:
             raise Refusal("the site brings rows, and no frame of which a formula could make some")
         question = frame.names("question")
-        answer = self._answers.answer(question)
+        if question.get("step") in (DESCRIBE, CONFIRM):
+            answer = self._tell(question, self._answers)
+        else:
+            answer = self._answers.answer(question)
         if question.get("step") == "make" and "refused" not in answer:
             self._masks = question.get("masks") is True
             answer = self._take(self._answers.agreed, answer)
         return frames.encode("agree", sequence=frame.integer("sequence", 1), answer=answer)
+
+    def _tell(self, question: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+        """Describe columns to the server, or confirm that a design may follow from what sites have told of them."""
+        describing = {**question, "step": DESCRIBE}
+        try:
+            columns = answers.told(describing)
+        except Exception:  # its answer says why
+            return answers.answer(describing)
+        sites, confirmed = question.get("sites"), question["step"] == CONFIRM
+        if not isinstance(sites, list) or not sites or not all(isinstance(site, str) for site in sites):
+            raise Refusal("expected the names of the sites from whose answers a design is to follow")
+        self._past.of_agreement(columns, frozenset(sites), confirmed=confirmed)
+        return {} if confirmed else answers.answer(question)
 
     def _take(self, design: Design | None, answer: dict[str, Any]) -> dict[str, Any]:
         """Make rows by a design and keep it, or return why not."""
@@ -93,7 +116,10 @@ class SiteFrame:
         return answer
 
     def _make(self, design: Design) -> None:
-        self.configuration = self._with_rows(design)
+        assert self._answers is not None
+        made = self._with_rows(design)
+        self._answers.leave_out(design.reads if self._whole.missing == "drop" else ())
+        self.configuration = made
 
     def _with_rows(self, design: Design) -> SiteConfiguration:
         table, missing = self._whole.frame, self._whole.missing

@@ -12,7 +12,7 @@ from fedtorch.sites.rounds.policy import Refusal
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 12  # digits of a digest
-_LONGEST = 300  # most characters of a server's value
+_LONGEST = 300  # most characters of a server's value; a longer one is shortened, with its length and digest
 Ask = Callable[[str], bool]
 Note = Callable[..., None]
 
@@ -67,14 +67,15 @@ def of_run(run: str, algorithm: str, settings: Mapping[str, Any], clients: str, 
         clients: the site's clients, in words.
         fields: fields that leave the site.
     """
-    given = ", ".join(f"{name}={_quoted(value)}" for name, value in settings.items())
+    given = ", ".join(f"{_quoted(name)[1:-1]}={_quoted(value)}" for name, value in settings.items())
     head = [f"Run {run}", f"Algorithm: {algorithm}({given})", f"Clients: {clients}"]
     return "\n".join([*head, "What leaves this site in the run:", *_lines(fields)])
 
 
 def of_formula(formula: str, columns: Iterable[str], fields: Iterable[Field]) -> str:
     """Return the text that is shown about an agreement on a formula, which reads columns of the site's frame."""
-    head = [f"An agreement on the formula {_quoted(formula)}", f"Columns that it reads: {_quoted(', '.join(columns))}"]
+    read = ", ".join(map(_quoted, columns))
+    head = [f"An agreement on the formula {_quoted(formula)}", f"Columns that it reads: {read}"]
     return "\n".join([*head, "What leaves this site for it:", *_lines(fields)])
 
 
@@ -88,6 +89,8 @@ def _lines(fields: Iterable[Field]) -> list[str]:
 
 
 def _quoted(value: Any) -> str:
-    """Return a server's value as printable characters, shortened if it is long."""
+    """Return a server's value as printable characters, shortened if it is long; different values differ."""
     text = ascii(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}… ({len(text)} characters, with the digest {digest(text.encode())})"

@@ -314,8 +314,12 @@ def parties_of(run: str, number: int, about: bytes, signing: Mapping[int, bytes]
     return Parties(bytes.fromhex(run) + about, number, {first + 1: key for first, key in signing.items()})
 
 
-def one_of(inbox: Tree) -> Tree:
+def one_of(inbox: Tree, alike: str = "were sent the same") -> Tree:
     """Return one client's inbox `(...)` of inboxes `(K, ...)` that are all equal.
+
+    Args:
+        inbox: of all clients, or what else they should have in common.
+        alike: what they do then, in words.
 
     Raises:
         Refusal: they differ.
@@ -324,6 +328,6 @@ def one_of(inbox: Tree) -> Tree:
         if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
             raise Refusal(
                 "the site adds up messages, under masks or of clients with few rows, only where all of its clients "
-                "were sent the same"
+                f"{alike}"
             )
     return tree.map(lambda leaf: leaf[0], inbox)

@@ -25,7 +25,7 @@ from fedtorch.wire import PayloadError
 _INBOX = "inbox"
 _PREFIX = f"{_INBOX}."
 EVERYBODY = "everybody"  # in the metadata: replaces the ids, if these are all clients of the site
-PROTOCOL = 5  # version; another version may not understand these frames
+PROTOCOL = 6  # version; another version may not understand these frames
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (

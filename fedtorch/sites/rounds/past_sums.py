@@ -1,4 +1,4 @@
-"""A site's record of the masked sums in which it has taken part, across runs and restarts.
+"""A site's record of the masked sums and the agreements in which it has taken part, across runs and restarts.
 
 Two sums of the same messages, with and without one site, differ by that site's message. So a site takes part in sums
 over one start only with one set of sites, and with the same clients of its own. The start is what clients were sent and
@@ -9,6 +9,11 @@ it, before the site opens any share, because no site can know whether the server
 {a, b, c}, {d, e, f} and {a, ..., g} differ by four sites wherever one site can compare two of them, but the third sum
 minus the other two is the message of g. If sets with a common member are equal, then all different sets are disjoint,
 and a combination of their sums has at least as many members as the smallest set.
+
+*Agreements.* A design follows from the answers of all its sites about a column, and all of them read it. Two designs of
+one column, with and without a site, disclose that site's answer: a level that only it has, or its mean. The adversary
+is another site, or anybody who reads both designs; the server is none, because it has each site's answers. So a site
+takes part in designs of one column only with one set of sites, as in sums over one start, for any formulas.
 
 Persistent contributions are the sum over rounds of a client's changes. A site adds its contributions up only with all
 sites of its earlier sums in the run, and only if it has not returned to a state before one of these sums. Otherwise the
@@ -23,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +48,7 @@ _BEGIN = "`fedtorch states DIR --begin-sums`"
 
 
 def begin(folder: Path | str) -> None:
-    """Create the record of a site that has not taken part in any masked sum.
+    """Create the record of a site that has not taken part in any masked sum or agreement.
 
     Args:
         folder: the folder of the site's states.
@@ -121,8 +126,9 @@ class PastSums:
             )
         if self._facts.path is not None and not self._facts.path.exists():
             raise Refusal(
-                f"the site has no {FILE} in its folder of states, the record of the sums under masks in which it has "
-                f"taken part; a site that has taken part in sums restores the file, another begins one by {_BEGIN}"
+                f"the site has no {FILE} in its folder of states, the record of the sums under masks and of the "
+                "agreements in which it has taken part; a site that has taken part in some restores the file, another "
+                f"begins one by {_BEGIN}"
             )
         self._facts.open()
         self._opened = True
@@ -145,7 +151,7 @@ class PastSums:
         key, of_clients = start[:16], _digest(sorted(clients))
         with self._facts.alone():
             known = self._starts.get(key)
-            if known is not None and known[:2] != (of_clients, self._places.get(sites)):
+            if known is not None and self._differs(known, of_clients, sites):
                 raise Refusal(self._difference(known, of_clients))
             if not confirmed:
                 return
@@ -158,6 +164,34 @@ class PastSums:
                 self._add({"start": key.hex(), "clients": of_clients}, sites)
             if step is not None:
                 self.advance(step, sites)
+
+    def of_agreement(self, columns: Iterable[str], sites: frozenset[str], *, confirmed: bool) -> None:
+        """Refuse that a design of some columns follows from these sites where others were behind one of a column.
+
+        One that is confirmed is remembered; by a site without a folder as long as its process runs, as its answers are.
+
+        Args:
+            columns: of which the site has told, histograms or levels.
+            sites: from whose answers the design follows, or as long as it is not confirmed, may follow.
+            confirmed: whether this site is about to say that it agrees.
+
+        Raises:
+            Refusal: other sites, or there is no memory of sums in the site's folder.
+        """
+        if self._facts.path is not None:
+            self.open()
+        starts, nobody = {column: _start_of_column(column) for column in sorted(columns)}, _digest(())
+        with self._facts.alone():
+            for column, start in starts.items():
+                known = self._starts.get(start[:16])
+                if known is not None and self._differs(known, nobody, sites):
+                    raise Refusal(
+                        f"the site has agreed on {column!r} {self._when(known)}, and agrees on it with the same sites "
+                        "only: the designs' difference would be what those have told that are in one of them; ask the "
+                        "same sites again, and let others make rows by their design, sites.agree(host, names, design)"
+                    )
+            for start in starts.values():
+                self.of_round(start, (), None, sites, confirmed=confirmed)
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
         """Record that a site's states have advanced, with or without a sum of some sites."""
@@ -194,13 +228,18 @@ class PastSums:
 
     def _difference(self, known: _Sum, clients: str) -> str:
         """Return the reason for refusing another sum over a start."""
-        when, same = datetime.fromisoformat(known.at), clients == known.clients
+        whose = "sites" if clients == known.clients else "of its own clients"
         return (
-            f"the site has taken part in a sum over the same start on {when:%Y-%m-%d at %H:%M} UTC with "
-            f"{_named(self._sets[known.sites])}, and takes part in others with the same "
-            f"{'sites' if same else 'of its own clients'} only: the sums' difference would be the messages of those "
-            "that are in only one of them; ask the same again, or begin from other parameters"
+            f"the site has taken part in a sum over the same start {self._when(known)}, and takes part in others with "
+            f"the same {whose} only: the sums' difference would be the messages of those that are in only one of them; "
+            "ask the same again, or begin from other parameters"
         )
+
+    def _differs(self, known: _Sum, clients: str, sites: frozenset[str]) -> bool:
+        return known[:2] != (clients, self._places.get(sites))
+
+    def _when(self, known: _Sum) -> str:
+        return f"on {datetime.fromisoformat(known.at):%Y-%m-%d at %H:%M} UTC with {_named(self._sets[known.sites])}"
 
     def _history(self, run: str) -> _History:
         return self._runs.get(run, _History(frozenset(), FIRST, behind=False))
@@ -240,6 +279,11 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
     plain = tree.map(lambda leaf: leaf + 0.0 if leaf.is_floating_point() else leaf, content)
     about = json.dumps(dict(settings), sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
+
+
+def _start_of_column(column: str) -> bytes:
+    """Return what stands for the start of a sum where sites agree on a column."""
+    return hashlib.sha256(json.dumps(["agreement", column]).encode()).digest()
 
 
 def _damaged(error: ValueError) -> Refusal:

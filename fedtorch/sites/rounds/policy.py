@@ -40,7 +40,7 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits on a site's answers. Every round that it begins to answer counts, even if the server discards it.
+    """Limits on a site's answers. Every round that is asked of it counts, even if it refuses.
 
     With a minimum above one, clients draw minibatches and all else with the site's own keys, which a server cannot
     compute. So a run that draws differs from one in a single process, and is reproducible only with the site's folder.
@@ -49,7 +49,7 @@ class Policy(NamedTuple):
         rounds: most answers over all runs: rounds, scores and post-fit queries; None for no limit.
         epsilon: largest total of one ledger, for noise that is added at the site.
         honest: number of clients of a masked sum, its own included, on whose joint noise the site relies.
-        remember_sums: whether sums are recorded in the folder of states; else only in this process.
+        remember_sums: whether sums and agreements are recorded in the folder of states; else only in this process.
         carry: required transport of messages, one for all algorithms or by name; the server must ask for the same.
         minimum: least number of rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
         columns: columns that formulas may read, None for all; the columns of clients and persons are never read.
@@ -181,9 +181,8 @@ class Watch:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
-        """Count a round, or refuse it, before anything is computed."""
+        """Spend the budget of a round, or refuse it, before anything is computed."""
         budget, policy = algorithm.budget, self.policy
-        self.count()
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")

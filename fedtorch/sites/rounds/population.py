@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from fedtorch.sites.rounds.status import Status
 from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 LAST_WORD = 10.0  # seconds for disconnected sites to return and learn that the run is over
 
 
@@ -52,8 +54,9 @@ class Remote:
         roster: the roster signed by the authority, `sites.identity.sign_roster(...)`, by which sites verify each
             other's keys; for masked sums and sealed envelopes.
         rotate: number of rounds after which sites make new keys.
-        checkpoint: the run's file, beside which its status is written for `fedtorch status`. `finish` saves it before
-            sites learn that the run is over; a server that is restarted with it then does not wait for sites.
+        checkpoint: the run's file, beside which its status is written for `fedtorch status`; without one there is no
+            status. `finish` saves it before sites learn that the run is over; a server that is restarted with it then
+            does not wait for sites.
         record: log of requests and answers, whose signature begins runs.
 
     Attributes:
@@ -121,6 +124,8 @@ class Remote:
         met: dict[str, Any] = {"state": "waiting for sites", "rounds": 0, "of": None, "left": None, "privacy": {}}
         status = Status(checkpoint, lambda: {**met, "sites": asked.described()})
         asked.on_look = status.write
+        if checkpoint is None:
+            _LOG.info("no status of this run is written, for `fedtorch status`; name its file, ft.Remote(checkpoint=)")
         if bring is None:
             asked.meet(timeout)
         else:
@@ -136,9 +141,9 @@ class Remote:
         if len(set(self.names)) != len(self.names):
             twice = {name for name, count in Counter(self.names).items() if count > 1}
             owners = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
-            why = f"Expected clients with different names, but {owners} have {sorted(twice)} in common; rename them"
-            asked.turn_away(owners, why)
-            raise ValueError(why)
+            why = f"Expected clients with different names, but {owners} have {{}} in common; rename them"
+            asked.turn_away(owners, why.format("some (the server knows which)"))  # a site must not get others' names
+            raise ValueError(why.format(sorted(twice)))
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
             raise ValueError(f"Expected rows= like those of the sites, {brings[0].schema}, but got others")

@@ -237,6 +237,7 @@ class SiteSession:
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self._silent = self._few and self._sends_nothing(inboxes, turn)
+        self.watch.count()  # also what is refused then, which may tell whose rows are whose
         self._check_rows(inboxes.ids)
         lost = self._not_counted(inboxes.ids, more["lost"])
         drawing = turn.with_key(lambda: self._key_of_round(turn, inboxes, lost))
@@ -391,7 +392,16 @@ class SiteSession:
         return not tree.leaves(self.clients.reply(self.clients.empty_block(), inboxes, turn).message)
 
     def _check_rows(self, ids: Tensor) -> None:
-        """Refuse an answer from too few rows; a masked sum is not checked, because it spans several sites."""
+        """Refuse an answer from too few rows; a masked sum is not checked, because it spans several sites.
+
+        If only losses are sent, all clients must train together: otherwise the difference of two means over all clients
+        would disclose a client that has trained alone.
+        """
+        if self._silent and len(ids) < self._count:
+            raise Refusal(
+                "the site's clients send only losses, and one of them has few rows; if some trained without others, "
+                "the mean of all would disclose these; ask all clients of the site"
+            )
         if self._carry.masks is None and not self._silent:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
@@ -453,8 +463,7 @@ class SiteSession:
         """Return clients' diagnostics `(M,)`, replaced by their mean if any client has, or used, too few rows.
 
         The means over two cohorts disclose the clients that are in only one of them. Past sums are a protection only if
-        they have recorded the same rows. Otherwise, as when no message is sent, the mean over all clients is released,
-        and NaN for smaller cohorts.
+        they have recorded the same rows. Otherwise the mean over all clients is released, and NaN for smaller cohorts.
         """
         released = {}
         for name, values in info.items():
@@ -491,6 +500,7 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._inboxes(frame)
+        self.watch.count()
         validation, additive = self.configuration.validation, self.algorithm.exchange.additive
         known = (self.watch.policy, validation.counts, validation.names, self.first)
         rows = Behind(*known, rows="validation rows")
@@ -501,7 +511,7 @@ class SiteSession:
         rows.check(inboxes.ids, additive)
         if few and additive:
             one_of(inboxes.inbox)
-        self.watch.count()
+            one_of(self.clients.algorithm.model(inboxes.inbox, self.clients.table.read(inboxes.ids)), "have one model")
         made = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         every = after_fit.by_client(self.clients, inboxes, validation.select(inboxes.ids - self.first), made)
         every = in_one(every) if few and additive else every

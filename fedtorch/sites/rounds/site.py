@@ -193,16 +193,16 @@ class Site:
     ) -> None:
         self.folder, self._identity = folder, identity
         self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
-        self._frame = SiteFrame(self._in_order(configuration), folder, self._in_order)
+        self._past = PastSums(folder, configuration.policy.remember_sums)
+        self._frame = SiteFrame(self._in_order(configuration), folder, self._in_order, self._past)
         self.configuration = self._frame.configuration
         self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
         self._recorded = self.recording.around(self._do, self._budget, self._leaves)
-        self._consent = Consent(ask, self.recording.note)
+        self._consent = Consent(None if ask is None else partial(_while_others_work, ask), self.recording.note)
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
-        self._past = PastSums(folder, configuration.policy.remember_sums)
         self._session: SiteSession | None = None
         self._known: SiteSession | None = None  # last accepted session, even if the server has since begun another run
         self._why: str | None = None  # reason for refusing the last run; None if no run has been begun
@@ -393,7 +393,7 @@ class Turns:
     """
 
     def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
+        self._at_once, self._own = at_once, threading.local()
         self.renew()
 
     def renew(self) -> None:
@@ -403,15 +403,47 @@ class Turns:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Wait for a turn, and hold it until the end of the block."""
-        free = self._free
-        in_time = free.acquire(timeout=_LONGEST)
+        self._take()
         try:
             yield
         finally:
-            if in_time:
-                free.release()
+            self._give()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Let others have this thread's turn until the end of the block, such as while a person thinks."""
+        if not self._mine:
+            yield
+            return
+        self._give()
+        try:
+            yield
+        finally:
+            self._take()
+
+    @property
+    def _mine(self) -> list[threading.Semaphore | None]:
+        """Return the turns of this thread; None for one that it did not get in time."""
+        mine: list[threading.Semaphore | None] = self._own.__dict__.setdefault("turns", [])
+        return mine
+
+    def _take(self) -> None:
+        free = self._free
+        self._mine.append(free if free.acquire(timeout=_LONGEST) else None)
+
+    def _give(self) -> None:
+        if (free := self._mine.pop()) is not None:
+            free.release()
 
 
 TURNS = Turns(os.cpu_count() or 1)  # shared by the sites of this process
+
+
+def _while_others_work(ask: Ask, shown: str) -> bool:
+    """Ask a person, and let the other sites of this process work until the answer."""
+    with TURNS.given_back():
+        return ask(shown)
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=TURNS.renew)

@@ -144,11 +144,15 @@ class Sites:
         self._strays: Counter[str] = Counter()  # unrequested frames on a site's stream
         self._sequence = secrets.randbits(61)  # a random start, so that numbers are not reused after a restart
 
-    def meet(self, seconds: float) -> None:
+    def meet(self, seconds: float, least: int | None = None) -> None:
         """Wait until every site has announced itself; a site's last announcement counts.
 
+        Args:
+            seconds: the longest wait.
+            least: so many sites are enough when it is over; None for all.
+
         Raises:
-            TimeoutError: some sites did not come in time; the message names them.
+            TimeoutError: fewer sites than wanted came in time; the message names the missing ones.
             ValueError: the sites' rows are not of one form. The message names the sites that differ from more than half
                 of them, or else lists all forms; the sites concerned get it, and wait for another meeting.
         """
@@ -162,20 +166,32 @@ class Sites:
                     self.host.send(name, frames.encode("who"))
         while len(self.bring) < len(self.names):
             if (left := ends - time.monotonic()) <= 0:
-                absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
-                absences = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
-                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {absences}")
+                if least is not None and len(self.bring) >= least:
+                    break
+                wanted = at_least(len(self.names) if least is None else least, len(self.names))
+                raise TimeoutError(f"Expected {wanted} within {seconds:g} s, but got no {reasons(self.absent)}")
             self._next(min(left, _LOOK))
         if self._alike:
             self._check_alike()
             self.met = True
 
+    @property
+    def absent(self) -> dict[str, str]:
+        """Return the sites that have not been here, and why."""
+        return {name: self.troubles.get(name, "it did not connect") for name in self.names if name not in self.bring}
+
     def _check_alike(self) -> None:
         brings = [self.bring[name] for name in self.names]
         remedy = "bring the same fields in the same dtypes and shapes"
-        if any(each.design is not None for each in brings):
+        without = [name for name in self.names if self.bring[name].design == ""]
+        if without and any(each.design for each in brings):
             remedy = (
-                "let all of them agree, design = sites.agree(host, names, formula or design); if some keep missing "
+                f"sites that were not in the agreement make rows by its design, sites.agree(host, {without}, design), "
+                "and disclose nothing of their columns for it"
+            )
+        elif any(each.design is not None for each in brings):
+            remedy = (
+                "let all of them make rows by one design, sites.agree(host, names, design); if some keep missing "
                 "cells, set missing='impute' in the files of all"
             )
         try:
@@ -371,6 +387,11 @@ class Sites:
 
 def _single(wanted: Receive) -> Any:
     raise AssertionError(f"Expected to wait for all requested sites at once, but got {wanted}")
+
+
+def at_least(least: int, asked: int) -> str:
+    """Return how many sites are wanted of those that are asked, in words."""
+    return f"all {asked} sites" if least == asked else f"at least {least} of {asked} sites"
 
 
 def reasons(missing: Mapping[str, str]) -> str:

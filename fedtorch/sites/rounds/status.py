@@ -102,7 +102,7 @@ def status_files(place: Path | str) -> list[Path]:
     if not paths:
         raise FileNotFoundError(
             f"Expected the status of a run over sites in {place}, but got none; a server writes it beside the "
-            "checkpoint that it names, ft.Remote(..., checkpoint=FILE)"
+            "checkpoint that it names, ft.Remote(..., checkpoint=FILE), and without one it writes none"
         )
     return paths
 

@@ -1,9 +1,9 @@
-"""Adam for sampled bounds: it forgets gradients that block it; and a measure of what drift is left.
+"""Adam for sampled bounds, with restarts of blocked coordinates, and a measure of the drift of the parameters.
 
-The first gradients of a bound may be many orders larger than all that follow, as those of counts are. Adam's second
-moments remember them for thousands of steps, in which nothing moves and the bound looks flat. Every hundred steps, a
-coordinate whose second moment is a hundred times the mean square of its last gradients begins anew from these, if they
-still say with certainty where to go.
+The first gradients of a bound may be many orders of magnitude larger than all later ones, as those of counts are.
+Adam's second moments remember them for thousands of steps, in which nothing moves and the bound looks flat. So every
+hundred steps, a coordinate whose second moment is more than a hundred times the mean square of its last hundred
+gradients is restarted from these, if their mean is clearly not zero.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 _WINDOW = 100  # steps over which gradients are averaged
-_SMALL = 0.01  # nats for a unit step: gradients below it are nothing to follow, however little noise they have
-_BLOCKED = 100.0  # ratio of second moments
-_CERTAIN = 4.0  # standard errors
-_FEWEST = 10  # steps that have a standard error
+_SMALL = 0.01  # nats for a unit step: smaller gradients count as zero, however little noise they have
+_BLOCKED = 100.0  # ratio of second moments above which a coordinate counts as blocked
+_CERTAIN = 4.0  # standard errors above which a mean gradient is clearly not zero
+_FEWEST = 10  # steps from which a standard error is estimated
 
 
 class RestartingAdam(torch.optim.Adam):
-    """`torch.optim.Adam`, fused, that begins anew where its moments block it.
+    """`torch.optim.Adam`, fused, that restarts coordinates that its moments block.
 
     Args:
         parameters: to step.
@@ -38,7 +38,7 @@ class RestartingAdam(torch.optim.Adam):
         loss = super().step(closure)
         for group in self.param_groups:
             leaves = group["params"]
-            # All gradients in one vector: a few calls a step however many parameters there are.
+            # All gradients are one vector, so that a step makes few calls however many parameters there are.
             gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in leaves])
             if "recent" not in group:
                 group["recent"] = {"steps": 0, "sum": torch.zeros_like(gradient), "squares": torch.zeros_like(gradient)}
@@ -67,7 +67,7 @@ class Drift:
         self.sums, self.squares = ([torch.zeros_like(leaf) for leaf in self.leaves] for _ in range(2))
 
     def add(self) -> None:
-        """Count the gradients of a step."""
+        """Add the gradients of a step."""
         self.count += 1
         for leaf, total, squares in zip(self.leaves, self.sums, self.squares):
             if leaf.grad is not None:
@@ -75,7 +75,7 @@ class Drift:
                 squares.addcmul_(leaf.grad, leaf.grad)
 
     def largest(self, size: int) -> Tensor:
-        """Return the largest of all parameters, `(B,)`; infinite after fewer than ten steps, which cannot tell."""
+        """Return the largest drift of all parameters, `(B,)`; infinite after fewer than ten steps."""
         if self.count < _FEWEST:
             return torch.full((size,), torch.inf, dtype=torch.float64)
         n = self.count
@@ -84,7 +84,7 @@ class Drift:
 
 
 def _renew(state: dict[str, Tensor], beta: float, total: Tensor, squares: Tensor) -> None:
-    """Restart the moments where they block, by the sums of a window's gradients and of their squares."""
+    """Restart the moments of blocked coordinates, from the sums of a window's gradients and of their squares."""
     mean, square = total / _WINDOW, squares / _WINDOW
     fresh = square * (1 - beta ** float(state["step"]))  # without Adam's correction for its start from zero
     blocked = (state["exp_avg_sq"] > _BLOCKED * fresh) & (_drift(mean, square, _WINDOW) > _CERTAIN)

@@ -1,29 +1,29 @@
-r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of standard normal τ.
+r"""Families q(z | θ) of the auxiliary variables, reparametrised by standard normal τ.
 
 - `mean_field`: :math:`z_{ij} = m_{ij} + b_{ij}\tau_{ij}`, parameters for every row (equation 10).
 - `amortised`: :math:`z_{ij} = \eta_{ij} + \rho(m + b\tau_{ij})` with (m, log b√(1 + ρ²)) from party j's encoder of
   :math:`\eta_{ij}`; with `sees_response` also of :math:`y_i` (equation 9, centred at η so that m = 0, b = 1 is the
-  prior). What an encoder sees decides whether y reaches a party: the augmented model needs `sees_response=False` when y
-  stays with the server, and may use True where y is shared; the power model's parties know y anyway.
+  prior). `sees_response` decides whether the parties need y: the augmented model takes False when y stays with the
+  server, and may take True where y is shared; the power model's parties know y anyway.
 - `sums`: :math:`q(s | \theta)\,q(z | s, \theta)`, s = Σ_j z_j. With e_j = z_j − η_j,
 
   .. math:: e_j = \rho\,[x/\sqrt J + a(u_j - \bar u)], \qquad x = m + b\,T(\sqrt J \bar u), \qquad u_j \sim N(0, 1),
 
-  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server;
-  where the likelihood is near a normal one (`ResponseLikelihood.normal`), it answers in sds about the mean that x then
-  has, so that no answer is good to one row and far off for another, however large ρ and the counts are.
-  The exact posterior of a Gaussian likelihood has this form, with T the identity. In the augmented model a = 1 is
-  exact for any likelihood, so only s is drawn.
+  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server.
+  Where the likelihood has a normal approximation (`ResponseLikelihood.normal`), the encoder's outputs are in units of
+  the mean and sd that x then has, so that the same output suits all rows, however large ρ and the counts are. The
+  exact posterior of a Gaussian likelihood has this form, with T the identity. In the augmented model a = 1 is exact
+  for any likelihood, so only s is drawn.
   A factorised q(z_j | θ_j) instead has a floor of :math:`\tfrac12[J\log(1 + \rho^2/\sigma^2) - \log(1 + J\rho^2/
-  \sigma^2)]` nats a row. The price: the server needs Σ_j η_j, which has no noise: it is summed securely among nodes.
+  \sigma^2)]` nats a row. In return the server needs Σ_j η_j, which has no noise; nodes sum it securely.
 
-The first two start with sds of ρ/√(1 + ρ²), as of a response that tells of z what a normal one of variance 1 would:
-close to the prior's where ρ is small; where it is large, draws from the prior block the optimiser for counts.
+The first two start with sds of ρ/√(1 + ρ²), the posterior's for a normal response of variance 1. For small ρ that is
+close to the prior's sd; for large ρ, draws from the prior would block the optimiser for counts.
 
-Log ratios are those of log p(z | θ) − log q(z | θ), `(B, M, n)`, with the parameters of log q taken from `fixed`:
-detached ones make the gradient stick the landing (equation 4).
+Log ratios are log p(z | θ) − log q(z | θ), `(B, M, n)`, with the parameters of log q taken from `fixed`: if these are
+detached, the noise of the gradient vanishes where q is exact ("sticking the landing", equation 4).
 
-How many parameters they have besides those of q(θ), of 10 and of 1000 rows:
+The numbers of parameters besides those of q(θ), for 10 and for 1000 rows:
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.models.encoders import affine
@@ -76,7 +76,7 @@ class Auxiliary:
         party: (parameters, fixed parameters, η `(B, M, C, n)`, τ, minibatch, model) -> (z, log ratio), or None.
         server: (parameters, fixed parameters, intercept + offset + Σ η, the likelihood's own parameters, τ, minibatch,
             model) -> `Sampled`, or None.
-        noises: (model) -> how many standard normal numbers a row and output takes.
+        noises: (model) -> how many standard normal numbers a draw takes for each row and output.
         sees_response: whether the parties need y.
 
     >>> import fedtorch as ft
@@ -97,7 +97,7 @@ class Auxiliary:
 
 
 def mean_field() -> Auxiliary:
-    """Make a family of a mean and a standard deviation for every row and party: their number grows with the rows."""
+    """Make a family with a mean and a standard deviation for every row and party, whose number grows with the rows."""
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
         shape = (batch, 1, outputs, rows)
@@ -119,12 +119,12 @@ def mean_field() -> Auxiliary:
 
 
 def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_response: bool = False) -> Auxiliary:
-    """Make a family of one encoder per party, whose size does not grow with the rows.
+    """Make a family with one encoder per party, whose size does not grow with the rows.
 
     Args:
-        encoder: a perceptron of 16 hidden units by default; or any module of rows `(N, F)` to a pair of means and log
-            standard deviations, or to a distribution of z: see `fedtorch.models.own_encoders`, and `pyro_guide`.
-        sees_response: whether it is shown y beside η_j; for the power model, and where y is shared.
+        encoder: a perceptron of 16 hidden units by default; or any module from rows `(N, F)` to a pair of means and
+            log standard deviations, or to a distribution of z: see `fedtorch.models.own_encoders`, and `pyro_guide`.
+        sees_response: whether its inputs include y besides η_j; for the power model, and where y is shared.
 
     >>> import fedtorch as ft
     >>> class OwnNetwork(nn.Module):
@@ -137,28 +137,28 @@ def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_respons
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
     >>> guide = ft.vfl.Guide(amortised(OwnNetwork()))
     >>> fit = ft.vfl.sfvi(model, guide, data, steps=2)
-    >>> sorted(fit.parameters.parties[0]["z"])  # trained at each party, a copy of its own
+    >>> sorted(fit.parameters.parties[0]["z"])  # each party trains its own copy
     ['log_sd', 'shift/bias', 'shift/weight']
     """
     make = factory(encoder)
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
-        return make(outputs + _shown(model, outputs) * sees_response, 2 * outputs).start(key, batch, dtype)
+        return make(outputs + _response_inputs(model, outputs) * sees_response, 2 * outputs).start(key, batch, dtype)
 
     def party(
         q: Tensors, fixed: Tensors, eta: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
     ) -> tuple[Tensor, Tensor]:
-        seen, count = _seen(eta, data, model) if sees_response else eta, 2 * eta.shape[-2]
+        inputs, count = _encoder_inputs(eta, data, model) if sees_response else eta, 2 * eta.shape[-2]
         shrinkage = _log_shrinkage(model).to(eta)
-        answer = encoded(make, q, seen, count)
+        answer = encoded(make, q, inputs, count)
         if isinstance(answer, Laws):
-            held = answer if fixed is q else encoded(make, fixed, seen, count)
+            held = answer if fixed is q else encoded(make, fixed, inputs, count)
             return answer.drawn(held, eta, model.noise_sd.to(eta), noise)
         mean, log_sd = answer.chunk(2, -2)
         log_sd = log_sd + shrinkage
         e = torch.addcmul(mean, log_sd.exp(), noise)
         if fixed is not q:
-            mean, log_sd = encoded(make, fixed, seen, count).chunk(2, -2)
+            mean, log_sd = encoded(make, fixed, inputs, count).chunk(2, -2)
             log_sd = log_sd + shrinkage
         ratio = 0.5 * (_standardised(e, noise, mean, log_sd).square() - e.square()) + log_sd
         return torch.addcmul(eta, model.noise_sd.to(eta), e), ratio.sum(-2)
@@ -167,43 +167,43 @@ def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_respons
 
 
 def sums(encoder: EncoderFactory | nn.Module | None = None, *, skewed: bool = True) -> Auxiliary:
-    """Make q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
+    """Make q(s | θ) q(z | s, θ) with one encoder at the server, which receives Σ_j η_j.
 
     Args:
         encoder: a perceptron of 16 hidden units by default; `encoders.affine()` is exact for a Gaussian likelihood. Or
-            a module as for `amortised`; a distribution is that of the likelihood's predictor with its noise, in the
-            augmented model.
-        skewed: let the encoder also bend x by a sinh–arcsinh transformation (Jones and Pewsey, 2009), because s given
-            y and θ is not normal where Jρ² is large. Without it ten parties at ρ = 1 shift a logistic posterior by up
-            to 0.18 standard deviations.
+            a module as for `amortised`; if it returns a distribution, that is the distribution of the likelihood's
+            predictor with its noise, in the augmented model.
+        skewed: whether x also has a sinh–arcsinh transformation (Jones and Pewsey, 2009) whose shape the encoder gives,
+            because s given y and θ is not normal where Jρ² is large. Without it ten parties at ρ = 1 shift a logistic
+            posterior by up to 0.18 standard deviations.
     """
     make = factory(encoder)
     shapes = 4 if skewed else 2
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
         count = (shapes + model.power) * outputs
-        return make(outputs + _shown(model, outputs), count).start(key, batch, dtype)
+        return make(outputs + _response_inputs(model, outputs), count).start(key, batch, dtype)
 
     def server(
         q: Tensors, fixed: Tensors, centre: Tensor, shared: Tensor, noise: Tensor, data: VerticalData,
         model: VerticalModel,
     ) -> Sampled:  # fmt: skip
         parties = len(model.predictors)
-        seen, count = _seen(centre, data, model), shapes + model.power
+        inputs, count = _encoder_inputs(centre, data, model), shapes + model.power
         first = _conditional(centre, shared, data, model)
         outputs, rho = count * centre.shape[-2], model.noise_sd.to(centre)
-        raw = encoded(make, q, seen, outputs)
+        raw = encoded(make, q, inputs, outputs)
         if isinstance(raw, Laws):
             if model.power:
                 raise ValueError(
                     "Expected the augmented model for an encoder's own distribution, but got a power model"
                 )
-            held = raw if fixed is q else encoded(make, fixed, seen, outputs)
+            held = raw if fixed is q else encoded(make, fixed, inputs, outputs)
             total, ratio = raw.drawn(held, centre, rho * math.sqrt(parties), noise)
             return Sampled(total, None, ratio)
         answer = lambda answered: _from(first, answered.chunk(count, -2), model.power)
         answers = answer(raw)
-        fixed_answers = answers if fixed is q else answer(encoded(make, fixed, seen, outputs))
+        fixed_answers = answers if fixed is q else answer(encoded(make, fixed, inputs, outputs))
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
         tau = u.sum(-3) / math.sqrt(u.shape[-3])
         bent = _bend(tau, answers[2:4]) if skewed else tau
@@ -227,7 +227,7 @@ def sums(encoder: EncoderFactory | nn.Module | None = None, *, skewed: bool = Tr
 def _conditional(
     centre: Tensor, shared: Tensor, data: VerticalData, model: VerticalModel
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return mean and log sd of x, and log a, given y and θ, by the normal likelihood of s; None without a mode."""
+    """Return mean and log sd of x, and log a, given y and θ, by the normal approximation; None if there is none."""
     if model.likelihood.normal is None:
         return None
     parties = len(model.predictors)
@@ -240,7 +240,7 @@ def _conditional(
 
 
 def _from(first: tuple[Tensor, Tensor, Tensor] | None, raw: Sequence[Tensor], power: bool) -> list[Tensor]:
-    """Return an encoder's answers (m, log b, …, log a) in the units of the normal conditional, as those of x and e."""
+    """Convert an encoder's outputs (m, log b, …, log a) from units of the normal conditional to those of x and e."""
     if first is None:
         return list(raw)
     mean, log_sd, log_apart = first
@@ -249,12 +249,12 @@ def _from(first: tuple[Tensor, Tensor, Tensor] | None, raw: Sequence[Tensor], po
 
 
 def noiseless() -> Auxiliary:
-    """Use no auxiliary variables: s = Σ_j η_j, the ordinary model whatever ρ is; the parties send η_j as it is."""
+    """Make a family without auxiliary variables: s = Σ_j η_j whatever ρ is, and the parties send η_j itself."""
     return Auxiliary(lambda *_: {}, None, None, noises=lambda model: 0)
 
 
 def _bend(tau: Tensor, shape: Sequence[Tensor]) -> Tensor:
-    """Return sinh(e^λ (asinh τ + κ)) of (κ, λ): skewness and weight of the tails."""
+    """Return sinh(e^λ (asinh τ + κ)), where (κ, λ) give skewness and weight of the tails."""
     return ((tau.asinh() + shape[0]) * shape[1].exp()).sinh()
 
 
@@ -268,7 +268,7 @@ def _minus_log_density(standard: Tensor, held: Sequence[Tensor], skewed: bool) -
 
 
 class _Standardised(torch.autograd.Function):
-    """(value − mean)/sd of a draw mean + sd · noise, which is the noise: subtracting would lose digits for small sd."""
+    """(value − mean)/sd of a draw mean + sd · noise: the noise itself, as subtracting loses digits for small sd."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
@@ -284,23 +284,23 @@ class _Standardised(torch.autograd.Function):
 
 
 def _standardised(value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
-    """Return the noise, with the gradient of (value − mean)/sd; all share one shape but for draws."""
+    """Return the noise with the gradient of (value − mean)/sd; all share one shape but for draws."""
     shape = value.shape
     return _Standardised.apply(value, noise.detach().expand(shape), mean.expand(shape), log_sd.expand(shape))
 
 
 def _log_shrinkage(model: VerticalModel) -> Tensor:
-    """Return log of the posterior sd over ρ, of a normal response of variance 1."""
+    """Return log(posterior sd / ρ) for a normal response of variance 1."""
     return -0.5 * model.noise_sd.square().log1p()
 
 
-def _shown(model: VerticalModel, outputs: int) -> int:
-    """Return how many numbers of the response an encoder is shown beside the predictor."""
+def _response_inputs(model: VerticalModel, outputs: int) -> int:
+    """Return how many inputs an encoder has from the response, besides the predictor."""
     one = torch.zeros(1, 1, 1)
     return model.likelihood.features(one, one.new_zeros(outputs, 1)).shape[-2]
 
 
-def _seen(predictor: Tensor, data: VerticalData, model: VerticalModel) -> Tensor:
-    """Return a predictor and y's features, one above the other: `(B, M, C + F, n)`."""
-    shown = model.likelihood.features(data.y, predictor)
-    return torch.cat([predictor, shown.expand(*predictor.shape[:2], *shown.shape[-2:])], -2)
+def _encoder_inputs(predictor: Tensor, data: VerticalData, model: VerticalModel) -> Tensor:
+    """Return the predictor with the response's features below it, `(B, M, C + F, n)`."""
+    features = model.likelihood.features(data.y, predictor)
+    return torch.cat([predictor, features.expand(*predictor.shape[:2], *features.shape[-2:])], -2)

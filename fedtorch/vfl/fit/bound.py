@@ -1,4 +1,4 @@
-r"""The bound of a vertical model, as the sum of what its nodes can compute by themselves.
+r"""The bound of a vertical model, as a sum of terms that each of its nodes can compute by itself.
 
 The bound of one draw is
 
@@ -6,9 +6,9 @@ The bound of one draw is
     \log p(y | s, e, \gamma) + \log\frac{p(\gamma)}{q(\gamma)} +
     \sum_j \Big[\log\frac{p(\theta_j)}{q(\theta_j)} + \log\frac{p(z_j | \theta_j)}{q(z_j | \theta_j)}\Big] ,
 
-whose first terms belong to the server (in the power model, with z drawn by the parties, to the parties) and whose sum
-over j belongs to the parties. `bound` adds them up in one graph; `nodes` computes the same numbers from messages.
-Everything is batched over folds × models × seeds; elements of the batch do not influence each other.
+The server computes the first terms (in the power model, with z drawn by the parties, the parties do), and party j its
+terms of the sum. `bound` adds all terms in one graph; `fedtorch.vfl.nodes` computes the same numbers from messages.
+All is batched over folds × models × seeds; elements of the batch do not influence each other.
 
 Source: Hassan et al., section 4, algorithms 1 and 2.
 """
@@ -30,7 +30,7 @@ Groups = dict[str, dict[str, Tensor]]
 def party_bound(
     model: VerticalModel, guide: Guide, index: int, q: Groups, theta: Tensor, data: VerticalData, noise: Noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a party's part without log q(θ): (what it sends, η, its terms of the bound `(B, M)`).
+    """Return (the value that a party sends, η, its terms of the bound without log q(θ) `(B, M)`).
 
     Args:
         model: the model.
@@ -38,7 +38,7 @@ def party_bound(
         index: j, from 1 on.
         q: the party's parameters.
         theta: θ_j, `(B, M, d_j)`.
-        data: what `VerticalData.of_party` leaves to it, with the response where parties see it.
+        data: the party's, by `VerticalData.of_party`, with the response where parties see it.
         noise: of the iteration.
     """
     predictor = model.predictors[index - 1]
@@ -60,14 +60,14 @@ def server_bound(
     data: VerticalData,
     noise: Noise,
 ) -> Tensor:
-    """Return the server's part without log q(γ): the likelihood and the prior of γ, `(B, M)`.
+    """Return the server's terms of the bound without log q(γ): the likelihood and the prior of γ, `(B, M)`.
 
     Args:
         model: the model.
         guide: the family.
         q: the server's parameters.
         gamma: γ, `(B, M, S)`.
-        values: what the parties send, `(B, M, C_j, n)` each.
+        values: of the parties, `(B, M, C_j, n)` each.
         deviations: e_j of the parties, `(J, B, M, C, n)`, where the power model's parties draw z.
         data: the response, offset and weights.
         noise: of the iteration.
@@ -94,7 +94,7 @@ def shared_terms(model: VerticalModel, q: Groups, gamma: Tensor, data: VerticalD
 
 
 def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: VerticalData, noise: Noise) -> Tensor:
-    """Return the bound of each draw, `(B, M)`, with a graph to all parameters."""
+    """Return the bound of each draw, `(B, M)`, differentiable in all parameters."""
     thetas, log_q = draw_theta(model, guide, parameters, noise.theta)
     parts = [
         party_bound(model, guide, j, q, thetas[j], data.of_party(j - 1), noise)
@@ -117,18 +117,18 @@ def climb(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:
 def ascend(
     optimizer: torch.optim.Optimizer, objective: Tensor, rate: float | None = None, also: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """Step an optimiser up an objective `(B, M)`, averaged over draws; return its gradients by `also`.
+    """Step an optimiser up an objective `(B, M)`, averaged over draws; return its gradients with respect to `also`.
 
     Args:
         optimizer: of the leaves.
-        objective: to be raised.
+        objective: to be maximised.
         rate: learning rate of this step; the optimiser's own by default.
         also: other tensors of the graph.
     """
     leaves = [leaf for group in optimizer.param_groups for leaf in group["params"]]
     gradients = torch.autograd.grad(objective.sum(), [*leaves, *also], allow_unused=True)
     for leaf, gradient in zip(leaves, gradients):
-        # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
+        # Contiguous like the leaves, because torch's fused Adam ignores the strides of gradients.
         leaf.grad = None if gradient is None else (gradient / -objective.shape[1]).contiguous()
     climb(optimizer, rate)
     return tuple(g if g is not None else torch.zeros_like(a) for g, a in zip(gradients[len(leaves) :], also))

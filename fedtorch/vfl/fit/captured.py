@@ -1,6 +1,6 @@
 """A vertical iteration's bound and its gradients, captured once per shape and replayed: on a CUDA device as one graph.
 
-Rows and noise are tensors that a replay is given, drawn outside of it, so that every iteration has its own.
+Rows and noise are drawn outside of the capture and are inputs of each replay, so that every iteration has its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 class _Known(torch.autograd.Function):
-    """A loss whose gradients are known with it; `apply(loss, gradients, *leaves)`."""
+    """A loss whose gradients have been computed with it; `apply(loss, gradients, *leaves)`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *leaves: Tensor) -> Tensor:
@@ -34,12 +34,12 @@ class _Known(torch.autograd.Function):
 
 
 class CapturedBound:
-    """The bound of a model's iterations with its gradients.
+    """The bound of a model's iterations and its gradients, captured once per shape.
 
     Args:
         model: the model.
         guide: the family.
-        parameters: of q, whose leaves are trained in place.
+        parameters: of q; their leaves are trained in place.
     """
 
     def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters) -> None:
@@ -63,7 +63,7 @@ class CapturedBound:
 
     @property
     def one_by_one(self) -> str | None:
-        """Return the reason why the captured operations are no CUDA graph; None if they are."""
+        """Return the reason why the captured operations cannot be a CUDA graph; None if they can."""
         return self.eager or self._captured.one_by_one
 
     def backward(self, data: VerticalData, noise: Noise, share: Tensor) -> Tensor:
@@ -80,37 +80,37 @@ class CapturedBound:
         return value
 
     def losses(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
+        """Return (minus the bound times `share`, `(B, M)`, the sum of it, differentiable); see `backward`."""
         value, gradients = self._evaluated(data, noise, share)
         losses = -value * share
         return losses, _Known.apply(losses.sum(), gradients, *self.leaves)
 
     def _evaluated(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Return (the bound, the gradients of minus its sum, weighted by `share`)."""
-        given = [share, *tree.leaves(data), *noise.theta, *noise.z]
+        arguments = [share, *tree.leaves(data), *noise.theta, *noise.z]
         if self.eager is None:
             keyless = partial(self._step, data, noise._replace(keys=()))
-            value, gradients = self._captured(keyless, *self.leaves, *given)
+            value, gradients = self._captured(keyless, *self.leaves, *arguments)
         else:
-            value, gradients = self._step(data, noise, 0, *self.leaves, *given)
-        # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
+            value, gradients = self._step(data, noise, 0, *self.leaves, *arguments)
+        # Contiguous like the leaves, because torch's fused Adam ignores the strides of gradients.
         return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return (bound, gradients) of a flat list: leaves, share, rows and numbers, structured as `data` and `noise`.
+        """Return (bound, gradients) of the flat list of leaves, share, rows and noise.
 
         Args:
-            data: of these rows' structure.
-            noise: of these numbers' structure.
-            index: of the step, which it does not depend on.
+            data: has the structure of the rows.
+            noise: has the structure of the noise.
+            index: of the step; it changes nothing here.
             flat: all tensors.
         """
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in flat[: len(self.leaves)]]
             share, *rest = flat[len(self.leaves) :]
-            given = iter(rest)
-            rows = VerticalData._make(tree.map(lambda leaf: next(given), part) for part in data)
-            drawn = noise._replace(theta=tuple(next(given) for _ in noise.theta), z=tuple(given))
+            arguments = iter(rest)
+            rows = VerticalData._make(tree.map(lambda leaf: next(arguments), part) for part in data)
+            drawn = noise._replace(theta=tuple(next(arguments) for _ in noise.theta), z=tuple(arguments))
             parameters = tree.refill(self.parameters, inputs[: self._q])
             with self._swap(inputs[self._q :]):
                 value = bound(self.model, self.guide, parameters, rows, drawn)

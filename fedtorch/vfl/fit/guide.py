@@ -1,9 +1,9 @@
 r"""The variational approximation: q(γ) ∏_j q(θ_j), or one joint q(γ, θ), and q(z | θ).
 
-The server (index 0) and the parties (1 … J) each hold parameters and noise of their own, of a Gaussian family q(θ) by
-reparametrisation, :math:`\theta = \mu + L\varepsilon` with :math:`\Sigma = LL^\top`. L is a Cholesky factor; equation
+The server (index 0) and the parties (1 … J) each hold the parameters and the noise of their own Gaussian family q(θ),
+reparametrised as :math:`\theta = \mu + L\varepsilon` with :math:`\Sigma = LL^\top`. L is a Cholesky factor; equation
 (8) of the source multiplies by Σ, which would make the covariance Σ². A joint q(γ, θ) is one such family over all
-coordinates, fitted in one graph. Tensors are stacked over the batch, `(B, ...)`, draws are `(B, M, d)`.
+coordinates, fitted in one graph. Tensors are stacked over the batch, `(B, ...)`; draws are `(B, M, d)`.
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
 Inference", section 4.1.
@@ -78,7 +78,7 @@ def diagonal() -> GaussianFamily:
 
 
 def point() -> GaussianFamily:
-    """Make a family without spread, for what is maximised over: log q counts as 0."""
+    """Make a family without spread, for parameters that are maximised over; log q counts as 0."""
     return GaussianFamily(
         init=lambda batch, size, sd, dtype, device: {"mean": torch.zeros(batch, size, dtype=dtype, device=device)},
         noises=lambda size: 0,
@@ -89,9 +89,9 @@ def point() -> GaussianFamily:
 
 
 def cholesky(q: Tensors) -> Tensor:
-    """Return L of `full_covariance`, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
+    """Return L of `full_covariance`, `(B, d, d)`: a unit lower triangle whose rows are multiplied by positive scales.
 
-    So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
+    So a step of the optimiser has the same relative effect for coordinates of any scale, and L stays well conditioned.
     """
     eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
     return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)
@@ -161,16 +161,16 @@ def low_rank(rank: int) -> GaussianFamily:
 
 @dataclass(frozen=True)
 class Guide:
-    """The approximation of the posterior; by default amortised encoders and a full covariance for each party.
+    """The variational approximation; by default amortised encoders and a full covariance for each party.
 
     Attributes:
-        auxiliary: of z given θ.
-        theta: of γ and of each θ_j.
-        joint: one q over all of γ, θ_1, …, θ_J instead.
-        sticking: stop the gradient at the parameters of log q (equation 4), not at its sample, so that the noise of
-            the gradient vanishes where q is exact; otherwise the gradient of the entropy in closed form.
-        sd: standard deviation of q(θ) at the start.
-        shared: of γ, where it is another than `theta`.
+        auxiliary: the family of z given θ.
+        theta: the family of γ and of each θ_j.
+        joint: whether one q over all of γ, θ_1, …, θ_J takes their place.
+        sticking: whether the gradient stops at the parameters of log q (equation 4) and not at its sample, so that the
+            noise of the gradient vanishes where q is exact; otherwise the gradient of the entropy is in closed form.
+        sd: initial standard deviation of q(θ).
+        shared: the family of γ; `theta` by default.
 
     Raises:
         ValueError: `sd` is not positive.
@@ -214,13 +214,14 @@ class Parameters(NamedTuple):
 def initial(
     model: VerticalModel, guide: Guide, rows: int, size: int, key: Tensor, dtype: torch.dtype = torch.float32
 ) -> Parameters:
-    """Return parameters to start from: small sds around zero or a network's weights, and encoders that answer
-    zero; on the key's device.
+    """Return initial parameters, on the key's device.
+
+    q(θ) has small sds around zero or a network's weights, and encoders return zero.
 
     Args:
         model: the model.
         guide: the family.
-        rows: n, of which only `mean_field` needs to know.
+        rows: n, which only `mean_field` uses.
         size: B.
         key: of the encoders' weights.
         dtype: of the parameters.
@@ -257,11 +258,11 @@ def count_parameters(parameters: Parameters) -> int:
 def draw_theta(
     model: VerticalModel, guide: Guide, parameters: Parameters, noise: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    """Draw (γ, θ_1, …, θ_J), `(B, M, d_j)` each, and log q of them, `(B, M)`."""
+    """Draw (γ, θ_1, …, θ_J), `(B, M, d_j)` each; return them and their log q, `(B, M)`."""
     if guide.joint:
         q = parameters.joint
         assert q is not None
-        # The coordinates' noise in the order of the nodes, and the server's surplus last.
+        # The noise of the coordinates comes in the order of the nodes, and the server's surplus last.
         needed, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
         theta = guide.theta.draw(q, torch.cat([needed, *noise[1:], surplus], -1))
         return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
@@ -276,7 +277,7 @@ def draw_theta(
 
 
 def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
-    """Draw θ of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
+    """Draw θ of node `index` alone, `(B, M, d)`: from q, or its mean in elements without priors."""
     theta = guide.family(index).draw(q, noise)
     if model.active is None or not theta.shape[-1]:
         return theta
@@ -284,7 +285,7 @@ def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor
 
 
 def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters for log q: detached to stick the landing."""
+    """Return the parameters for log q, detached if the guide is `sticking`."""
     return {name: value.detach() for name, value in q.items()} if guide.sticking else q
 
 
@@ -300,9 +301,9 @@ class Noise(NamedTuple):
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
     >>> noise = draw_noise(model, Guide(ft.vfl.mean_field()), random.key(0).reshape(1), rows=5, draws=4)
-    >>> [tuple(own.shape) for own in noise.theta]  # of an intercept, two and three coefficients
+    >>> [tuple(part.shape) for part in noise.theta]  # of an intercept, two and three coefficients
     [(1, 4, 1), (1, 4, 2), (1, 4, 3)]
-    >>> [tuple(own.shape) for own in noise.z]  # the parties draw z, the server does not
+    >>> [tuple(part.shape) for part in noise.z]  # the parties draw z, the server does not
     [(1, 4, 0, 0), (1, 4, 1, 5), (1, 4, 1, 5)]
     """
 
@@ -316,7 +317,7 @@ def draw_noise(
 ) -> Noise:
     """Return the noise of an iteration, a pure function of its key.
 
-    Every node draws from a key of its own: what one draws does not depend on how many others there are.
+    Every node draws from its own key, so that its draws do not depend on the number of other nodes.
 
     Args:
         model: the model.
@@ -330,13 +331,13 @@ def draw_noise(
     z_count = guide.auxiliary.noises(model)
     for j, size in enumerate(model.sizes):
         key_of_node = random.fold_in(key, j)
-        # A joint family may take more numbers than coordinates; the server draws the surplus.
+        # A joint family may take more numbers than it has coordinates; the server draws the surplus.
         surplus = guide.theta.noises(sum(model.sizes)) - sum(model.sizes) if guide.joint and j == 0 else 0
         count = size + surplus if guide.joint else guide.family(j).noises(size)
         theta.append(random.normal(random.fold_in(key_of_node, _THETA), (draws, count), dtype))
         draws_z = (j > 0) == (guide.auxiliary.party is not None)
-        of_z = (draws, z_count * model.outputs[j], rows) if draws_z else (draws, 0, 0)
-        z.append(random.normal(random.fold_in(key_of_node, _Z), of_z, dtype))
+        z_shape = (draws, z_count * model.outputs[j], rows) if draws_z else (draws, 0, 0)
+        z.append(random.normal(random.fold_in(key_of_node, _Z), z_shape, dtype))
     return Noise(tuple(theta), tuple(z))
 
 
@@ -357,7 +358,7 @@ def iterations(
         model: the model.
         guide: the family.
         key: `()` or `(B,)`.
-        like: has the noise's dtype.
+        like: a tensor of the noise's dtype.
         total: rows of the data.
         steps: iterations.
         draws: M.
@@ -377,5 +378,5 @@ def iterations(
         if rows is not None:
             drawn = random.randint(random.fold_in(random.fold_in(keys[0], _ROWS), step[:, 0]), total, (rows,))
             chosen = list(drawn)
-        for of_step, (own_theta, own_z) in zip(chosen, each):
-            yield of_step, Noise(own_theta, own_z)
+        for step_rows, (step_theta, step_z) in zip(chosen, each):
+            yield step_rows, Noise(step_theta, step_z)

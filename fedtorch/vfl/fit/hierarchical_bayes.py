@@ -31,17 +31,17 @@ class HierarchicalBayes:
 
     Attributes:
         rho: standard deviation of z_j given its mean; one for all, or `(B,)`. An element with exactly 0 is a plain
-            network, whose weights have neither priors nor a posterior. That is not the limit of a small ρ, where z has
-            no noise but the `random` weights have both: for this take a small number, such as 1e-3.
+            network, whose weights have neither priors nor a posterior. In the limit of small ρ, z has no noise either,
+            but the `random` weights have both; for this limit take a small number, such as 1e-3.
         random: shell patterns of the bottom networks' weights that have a prior and a posterior.
-        prior: of these, from θ `(B, M, d)` to `(B, M)`; N(0, 1) by default.
+        prior: of these weights, from θ `(B, M, d)` to `(B, M)`; N(0, 1) by default.
         theta: the family q(w_j).
         auxiliary: the family q(z | w); by default one encoder at the server for a sum at the cut layer, and one per
             party otherwise.
-        weight_sd: standard deviation of a normal prior on all other weights, whose mode is found; one for all, or
-            `(B,)`; None for none.
-        sticking: stop the gradient at the parameters of log q (equation 4).
-        sd: standard deviation of q(w_j) at the start.
+        weight_sd: standard deviation of a normal prior on all other weights, whose posterior mode is the estimate; one
+            for all, or `(B,)`; None for no prior.
+        sticking: whether the gradient stops at the parameters of log q (equation 4), see `Guide`.
+        sd: initial standard deviation of q(w_j).
     """
 
     rho: float | Tensor
@@ -62,10 +62,10 @@ class HierarchicalBayes:
             raise ValueError(f"Expected positive sd and weight_sd, but got {self.sd} and {self.weight_sd}")
 
     def guide(self, at_sum: bool) -> Guide:
-        """Return the approximation, for a sum at the cut layer or another one.
+        """Return the guide, for a cut layer that is a sum or another one.
 
         Raises:
-            ValueError: noise drawn at the sum where there is none.
+            ValueError: noise drawn at the sum, without a sum at the cut layer.
         """
         auxiliary = self.auxiliary or (sums(perceptron(4), skewed=False) if at_sum else amortised(perceptron(8)))
         if auxiliary.server is not None and not at_sum:

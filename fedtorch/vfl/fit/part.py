@@ -1,4 +1,4 @@
-"""A node's part of a model: its parameters of q, and its networks, which it saves and loads by itself."""
+"""A node's part of a model, its parameters of q and its networks, which it saves and loads separately."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _BLOCK = 64  # steps whose noise a node draws at a time
 
 
 class NodeNoise:
-    """One node's noise by itself: a pure function of its key and the step, drawn for a block of steps.
+    """The noise of one node: a pure function of its key and the step, drawn for a block of steps at a time.
 
     Args:
         key: of the node.
-        theta: numbers for its parameters.
-        z: numbers for a row.
+        theta: how many numbers a step takes for the node's parameters.
+        z: how many numbers a step takes for each row.
     """
 
     def __init__(self, key: Tensor, theta: int, z: int) -> None:
@@ -34,7 +34,7 @@ class NodeNoise:
         self._blocks: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
 
     def at(self, step: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
+        """Return a step's noise of the parameters, `(1, 1, theta)`, and of z, `(1, 1, z, rows)`."""
         count, block = self.theta + self.z * rows, step // _BLOCK
         place = rows, like.dtype, like.device
         if not count:
@@ -47,7 +47,7 @@ class NodeNoise:
         return of_theta.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
 
     def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
-        """Make the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
+        """Return a function that makes the keys of a step's dropout, one for each element of `like` `(B, ...)`."""
         return partial(self._keys, step, len(like), like.device)
 
     def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
@@ -56,18 +56,18 @@ class NodeNoise:
 
 
 class Part(nn.Module):
-    """A node's part of a model and its guide; in another organisation it runs alone.
+    """A node's part of a model and its guide, which can run alone in another organisation.
 
     Args:
-        model: the model; of the predictors it uses its own.
+        model: the model, of whose predictors the part uses its own only.
         guide: the family.
         index: 0 for the server, 1 to J for the parties.
-        q: its parameters, as in `Parameters`.
+        q: the node's parameters, as in `Parameters`.
         name: of the node.
-        key: of its noise; None where each iteration says the noise.
+        key: of its noise; None if the noise comes with each iteration.
 
     Raises:
-        ValueError: parameters for every row and a key: minibatches that a key draws for change.
+        ValueError: a key and a guide with parameters for every row, which a part cannot draw for minibatches.
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
@@ -112,16 +112,16 @@ class Part(nn.Module):
 
     @property
     def q(self) -> dict[str, dict[str, Tensor]]:
-        """Return its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
+        """Return the node's parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
         return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
 
     @property
     def model(self) -> VerticalModel:
-        """Return the model, with ρ where this part is."""
+        """Return the model, with ρ on this part's device."""
         return replace(self._model, rho=self.rho, active=self.active)
 
     def draw_noise(self, step: int, rows: int) -> Noise:
-        """Return its own noise of an iteration, in its own place."""
+        """Return the noise of an iteration, with this node's part at its index."""
         theta, z = self.noise.at(step, rows, self.rho)
         keys = (self.noise.keys(step, self.rho),) if self.training else ()
         places = self.index + 1
@@ -129,15 +129,15 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def propose(self, x: Tensor, key: Tensor, draws: int = 1, noise: bool = True) -> Tensor:
-        """Predict new rows, as a party sends them to the server: draws of z_j from the model, `(B, draws, C_j, n)`.
+        """Draw z_j of new rows from the model, `(B, draws, C_j, n)`, for a party to send to the server.
 
         A network with dropout has to be in evaluation mode (`eval()`).
 
         Args:
             x: features of the new rows.
-            key: of the draws; the party folds its own number in.
+            key: of the draws; the party folds its index in.
             draws: M; plain networks need only one.
-            noise: whether to add ρε, which is part of the model.
+            noise: whether to add the model's noise ρε.
         """
         model, predictor, auxiliary = self.model, self.model.predictors[self.index - 1], self.guide.auxiliary
         etas = predictor.forward(self.draw_theta(key, draws).expand(-1, draws, -1), x)
@@ -149,7 +149,7 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def draw_theta(self, key: Tensor, draws: int = 1) -> Tensor:
-        """Draw θ_j, or γ, from q, `(B, draws or 1, d)`; the node folds its own number into the key."""
+        """Draw θ_j, or γ, from q, `(B, draws or 1, d)`; the node folds its index into the key."""
         noise = random.normal(random.fold_in(self._keys(key, draws), 0), (1, 1, self.noise.theta), self.rho.dtype)
         reshaped = noise.to(self.rho.device).reshape(1, draws, -1)
         return draw_own(self.model, self.guide, self.index, self.q["theta"], reshaped)
@@ -160,11 +160,11 @@ class Part(nn.Module):
         return random.fold_in(of_key, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
-        """Write this node's parameters, and nobody else's, as a safetensors file that appears whole, for its owner."""
+        """Write this node's parameters to a safetensors file, atomically and readable by its owner only."""
         checkpoint.write(file, self.state_dict(), {"party": self.name}, private=True)
 
     def load(self, file: str | Path) -> None:
-        """Read what `save` wrote.
+        """Read the parameters from a file that `save` wrote.
 
         Raises:
             ValueError: the file is another node's, of a part of another shape, or damaged.
@@ -195,7 +195,7 @@ def parts(
         guide: the family.
         parameters: of all nodes, for example of `sfvi` or `initial`.
         names: of the parties.
-        key: of the noise, where a part draws its own; each node folds its number in.
+        key: of the noise, for parts that draw their own; each node folds its index in.
 
     Raises:
         ValueError: a joint q(γ, θ), which is fitted in one graph.
@@ -205,7 +205,7 @@ def parts(
     >>> guide, key = Guide(), random.key(0)
     >>> start = ft.vfl.fit.guide.initial(model, guide, 5, 1, key)
     >>> server, clinic, laboratory = parts(model, guide, start, names=["clinic", "laboratory"], key=key)
-    >>> [tuple(own.shape) for own in draw_noises([server, clinic, laboratory], step=0, rows=5).theta]
+    >>> [tuple(part.shape) for part in draw_noises([server, clinic, laboratory], step=0, rows=5).theta]
     [(1, 1, 1), (1, 1, 2), (1, 1, 3)]
     >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
     ...     clinic.save(f"{folder}/own.safetensors")
@@ -218,12 +218,12 @@ def parts(
             "Expected independent q(γ) and q(θ_j), of which each node holds its own, but got a joint one; fit it in "
             "one graph by fedtorch.vfl.sfvi"
         )
-    called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
-    keys = [None if key is None else random.fold_in(key, index) for index in range(len(called))]
+    node_names = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
+    keys = [None if key is None else random.fold_in(key, index) for index in range(len(node_names))]
     groups = (parameters.server, *parameters.parties)
     return [
         Part(model, guide, j, q, name=name, key=noise_key)
-        for j, (q, name, noise_key) in enumerate(zip(groups, called, keys))
+        for j, (q, name, noise_key) in enumerate(zip(groups, node_names, keys))
     ]
 
 
@@ -245,8 +245,8 @@ def predicted(
         features: `(n, ...)` or `(B, n, ...)`, one per party.
         draws: M.
         key: of the draws.
-        noise: whether with the model's noise on z.
-        data: the rows' offset, and which parties have them.
+        noise: whether to add the model's noise to z.
+        data: has the rows' offset, and which parties have each row.
 
     Raises:
         ValueError: another number of parties, parties with other numbers of rows, or parts that draw no noise of their
@@ -269,7 +269,7 @@ def predicted(
 def combined(
     server: Part, values: Sequence[Tensor], draws: int, key: Tensor, data: VerticalData | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `predicted` of what the parties have proposed, `(B, M, C_j, n)` each, as the server finds it."""
+    """Return the result of `predicted` from the parties' values, `(B, M, C_j, n)` each; the server's computation."""
     if data is not None and data.present is not None:
         values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
     offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
@@ -278,7 +278,7 @@ def combined(
 
 @contextmanager
 def evaluating(*parts: Part) -> Iterator[None]:
-    """Have parts without dropout for as long as this lasts."""
+    """Put parts in evaluation mode, without dropout, for the duration of the context."""
     trained = [part for part in parts if part.training]
     try:
         for part in trained:

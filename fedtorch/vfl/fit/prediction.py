@@ -1,8 +1,8 @@
-r"""Predictions for rows that all parties hold, and scores by which models can be compared.
+r"""Predictions for rows that all parties hold, and scores that compare models.
 
-Bounds of the augmented and the power model are not comparable (the product of powers is not normalised over y),
-predictive log scores are. A model's own noise on the predictor is part of its prediction: variance Jρ² in the augmented
-model, and in the power model, by its Gaussian closed form, :math:`J\,[\rho(J-1)/J]^2`.
+Bounds of the augmented and the power model are not comparable (the product of powers is not normalised over y);
+predictive log scores are. The model's noise on the predictor is part of its prediction. Its variance is Jρ² in the
+augmented model and, by the Gaussian closed form, :math:`J\,[\rho(J-1)/J]^2` in the power model.
 
 >>> import torch, fedtorch as ft
 >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
@@ -34,14 +34,14 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
-    """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws of γ, θ.
+    """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, for draws of γ, θ.
 
-    Every party sends its g_j of the new rows; with many draws that tells much of its features, so sum them securely.
+    Every party sends its g_j of the new rows. With many draws these reveal much of its features, so sum them securely.
 
     Args:
         model: the model.
         thetas: `(B, M, d_j)` each, for example `fit.sample(draws)`.
-        data: rows; the response is not looked at beyond its shape and range.
+        data: rows; of the response only shape and range are used.
     """
     return model.predictor(thetas, prepared(model, data))
 
@@ -60,8 +60,8 @@ def log_score(
         model: the model.
         thetas: draws of γ, θ_1, …, θ_J, `(B, M, d_j)` each.
         data: held-out rows with their response.
-        noise: variance of the noise on the predictor, the model's own by default; 0 predicts without.
-        points: of the quadrature over it.
+        noise: variance of the noise on the predictor, the model's by default; 0 for no noise.
+        points: of the quadrature over the noise.
     """
     batch = prepared(model, data)
     return _scored(model, batch.y, *model.predictor(thetas, batch), noise, points)
@@ -87,10 +87,10 @@ def lost_score(
     noise: Tensor | float | None = None,
     points: int = 32,
 ) -> Tensor:
-    """Return the log score that rows lose where a party's g_j is held at its mean: what its features are worth.
+    """Return how much the log score of each row falls when a party's g_j is replaced by its mean.
 
-    A ranking of the parties by information: a party of pure noise loses nothing but chance on rows that were not
-    trained on. Average over rows; differences between parties are paired by row. Arguments are those of `log_score`.
+    This ranks the parties by information: on rows that were not trained on, the loss without a party of pure noise is
+    chance alone. Average over rows; differences between parties are paired by row. Arguments are those of `log_score`.
 
     Returns:
         `(B, J, n)`.
@@ -105,7 +105,7 @@ def lost_score(
 def spread(fit: VariationalFit, data: VerticalData, draws: int = 100, *, seed: int = 0) -> Tensor:
     """Return how much each party moves the predictor: the posterior mean of the sd of g_j over rows, `(B, J)`.
 
-    A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
+    This ranks the parties by influence, and each discloses one number only; `lost_score` ranks them by information.
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)

@@ -1,9 +1,9 @@
-"""Pyro guides of z: the distribution of a guide's only sample statement is that of an encoder.
+"""Pyro guides of z: the distribution in a guide's only sample statement is the encoder's.
 
-A guide is called with rows `(N, F)`, as a module of `fedtorch.models.own_encoders` is, and samples z once, for all
-draws and rows together. It is read by effect handlers: nothing is drawn, and Pyro's store of parameters is neither
-read nor written, since the weights are the party's or the server's. Pyro's handlers are one stack for a process: nodes
-in threads of one process cannot run guides at the same time.
+A guide is called with rows `(N, F)`, like a module of `fedtorch.models.own_encoders`, and samples z once, for all
+draws and rows together. Effect handlers read its distribution: they draw nothing, and neither read nor write Pyro's
+store of parameters, since the weights are the party's or the server's. Pyro has one stack of handlers a process, so
+that nodes in threads of one process cannot run guides at the same time.
 
 Source: Bingham et al. (2019), "Pyro: deep universal probabilistic programming".
 """
@@ -28,17 +28,17 @@ from fedtorch.models.own_encoders import OwnEncoder
 
 
 def pyro_guide(guide: Callable[[Tensor], Any]) -> EncoderFactory:
-    """Make encoders of a Pyro guide q(z | s), for `amortised` and `sums`.
+    """Make encoders from a Pyro guide q(z | s), for `amortised` and `sums`.
 
     Args:
         guide: called with rows `(N, F)`, for all draws and rows at once; has one sample statement, of shape `(N, C)` or
             `(N,)` with an event of C, and is a module (such as a `PyroModule`), a method of one, or a function with
-            `pyro.param` statements. It sees what an encoder sees, and samples what one whose answer is a distribution
-            answers: z_j in `amortised`, the noisy predictor in `sums`.
+            `pyro.param` statements. Its inputs are those of an encoder, and it samples z_j in `amortised` and the noisy
+            predictor in `sums`, like an encoder that returns a distribution.
 
     Raises:
-        ValueError: when it is used, none or several latent variables, observations, factors or scaled densities; random
-            numbers besides z; or `pyro.module` statements in a function.
+        ValueError: raised when the guide is used: no or several latent variables; observations, factors or scaled
+            densities; random numbers besides z; or `pyro.module` statements in a function.
 
     >>> import pyro, pyro.distributions as dist, torch, fedtorch as ft
     >>> def guide(eta):  # (N, 1)
@@ -61,11 +61,11 @@ def _encoder(guide: Callable[[Tensor], Any], inputs: int, outputs: int) -> OwnEn
 
 
 class _Guide(nn.Module):
-    """A guide as a module of rows to the distribution of what it samples; its parameters are the guide's.
+    """A module with the guide's parameters, from rows to the distribution in the guide's sample statement.
 
     Args:
-        guide: as of `pyro_guide`.
-        rows: with which a function is called to learn of its parameters.
+        guide: as in `pyro_guide`.
+        rows: with which a function is called once to learn its parameters.
     """
 
     def __init__(self, guide: Callable[[Tensor], Any], rows: Tensor) -> None:
@@ -100,11 +100,11 @@ class _Guide(nn.Module):
 
 
 class _Handlers(Messenger):
-    """Handles the statements of a guide: notes the distribution of what is sampled, and knows parameters' values.
+    """Effect handlers of a guide's statements: they record the distribution of z and supply the parameters' values.
 
     Args:
-        guide: whose parameters these are.
-        begins: whether parameters of a function begin with their statements.
+        guide: whose parameters are supplied.
+        begins: whether a function's `pyro.param` statements create its parameters.
     """
 
     def __init__(self, guide: _Guide, begins: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""The verbs of `ft.Run` for vertical fits: iterations, history, checkpoints and evaluation are called as of any run.
+"""The methods of `ft.Run` for vertical fits: iterations, history, checkpoints and evaluation, called as for any run.
 
 `VariationalFit` is a fit in one graph, `fedtorch.vfl.nodes.run.NodesRun` one among nodes in this process, and
-`SplitNetwork.run` follows a network that a Lightning `Trainer` trains.
+`SplitNetwork.run` belongs to a network that a Lightning `Trainer` trains.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Iterated(NamedTuple):
 
 
 class VerticalRun:
-    """Iterations of a vertical fit with their history, and checkpoints of both.
+    """Base class of vertical fits: iterations with their history, and checkpoints of both.
 
     A kind of fit overrides `_iterate`, `_state`, `_load` and `predict`.
 
     Args:
         names: of the parties.
-        settings: by name, with that of the "algorithm"; what a checkpoint belongs to.
+        settings: by name, among them "algorithm"; a checkpoint belongs to a fit of the same settings.
 
     Attributes:
-        names, settings: as given.
+        names, settings: as passed.
         number: iterations done.
         log: the history.
-        last: the last iteration that was done here, None before; its ids are the parties' numbers.
-        ended: why it stopped before the iterations that it was given, "" where it did not.
+        last: the last iteration done by this object, None before; its ids are the parties' numbers.
+        ended: the reason why `rounds` stopped before the iterations asked for, "" if it did not.
     """
 
     likelihood: ResponseLikelihood
@@ -93,9 +93,9 @@ class VerticalRun:
         return self.last
 
     def rounds(self, rounds: int | None = None, until: Callable[[History], bool] | None = None) -> Iterator[Round]:
-        """Go on, and yield after each iteration, until `rounds` are done in all or `until(history)` holds.
+        """Do iterations and yield each, until `rounds` are done in total or `until(history)` holds.
 
-        Both ends are those of the fit and not of the call: one that was stopped and resumed ends where it would have.
+        Iterations before this call count, so that a fit that was stopped and resumed ends where it would have ended.
 
         Raises:
             ValueError: neither is given.
@@ -115,7 +115,7 @@ class VerticalRun:
 
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per iteration: loss, who took part, bytes, seconds; see `ft.History.frame`."""
+        """Return a row per iteration: loss, parties that took part, bytes, seconds; see `ft.History.frame`."""
         return self.log.frame()
 
     def predict(
@@ -126,16 +126,16 @@ class VerticalRun:
         seed: int = 0,
         noise: bool = True,
     ) -> Tensor:
-        """Return the predictive mean of new rows, averaged over draws, `(B, n)`; of a categorical one `(B, C, n)`."""
+        """Return the predictive mean of new rows, averaged over draws, `(B, n)`; categorical: `(B, C, n)`."""
         raise NotImplementedError
 
     def evaluate(
         self, data: VerticalData, metrics: Mapping[str, Any], *, draws: int = 100, seed: int = 0
     ) -> dict[str, Score]:
-        """Return scores of the predictive mean, of each element of the batch and of all together; see `ft.metrics`.
+        """Return scores of the predictive mean, for each element of the batch and for all together; see `ft.metrics`.
 
         Args:
-            data: aligned rows; those of weight zero do not count, the others alike.
+            data: aligned rows; those of weight zero do not count, all others count alike.
             metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
                 `torch.nn.functional.mse_loss`, or a function (prediction `(N, ...)`, target `(N, ...)`) -> `(N,)`, a
                 value per row. Predictions are logits where the likelihood is one of classes, and otherwise means.
@@ -143,7 +143,7 @@ class VerticalRun:
             seed: of the draws.
 
         Returns:
-            By name, in `Score.clients` a number for each element of the batch.
+            By name; `Score.clients` has a number for each element of the batch.
         """
         stacked = stacked_metrics(metrics)
         mean = self.predict(data.features, draws=draws, seed=seed)
@@ -168,14 +168,14 @@ class VerticalRun:
         return flat | {"fingerprint": torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)}
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
-        """Go on from what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Args:
             flat: of a fit of the same model, guide and settings; data are not compared.
-            anyway: whether other settings are taken all the same.
+            anyway: whether to accept the state of a fit of other settings.
 
         Raises:
-            ValueError: it belongs to another fit.
+            ValueError: the state belongs to another fit.
         """
         if not {"fingerprint", *_COUNTS} <= flat.keys():
             raise ValueError(f"Expected a checkpoint of a vertical fit, but got one with {sorted(flat)[:5]}")
@@ -187,11 +187,11 @@ class VerticalRun:
         self.last = None
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file that appears whole under its name."""
+        """Write the fit to a safetensors file, atomically."""
         checkpoint.write(path, self.state_dict())
 
     def load(self, path: Path | str, *, anyway: bool = False) -> Self:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
+        """Restore the fit from a file that `save` wrote, and return it; see `load_state_dict`."""
         self.load_state_dict(checkpoint.read(path), anyway=anyway)
         return self
 
@@ -204,5 +204,5 @@ class VerticalRun:
         raise NotImplementedError
 
     def _load(self, flat: Mapping[str, Tensor]) -> None:
-        """Replace what `_state` returned."""
+        """Restore the state that `_state` returned."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
 r"""Structured federated variational inference, run in one autograd graph.
 
-Adam climbs the bound of `fedtorch.vfl.fit.bound` along sampled gradients; `fedtorch.vfl.nodes.iteration` does the same
-by exchanging values and gradients.
+Adam maximises the bound of `fedtorch.vfl.fit.bound` by sampled gradients. `fedtorch.vfl.nodes.iteration` does the same
+between nodes, which exchange values and gradients.
 
 Source: Hassan et al., section 4, algorithms 1 and 2.
 """
@@ -32,31 +32,32 @@ from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
 _START, _PREDICT = 0, 1  # purposes of the key
-_TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so
+_TAIL = 8  # share of the last steps; in these a decaying learning rate is almost zero
 
 Schedule = Callable[[int], float]
 
 
 class VariationalFit(VerticalRun):
-    """A fit by variational inference, begun and not yet stepped, with the verbs of `ft.Run`; `sfvi` does all steps.
+    """A fit by variational inference with the methods of `ft.Run`; `sfvi` makes one and does all its steps.
 
     Args:
         model: `augmented` or `power`.
         guide: the approximation.
         data: aligned rows; tensors with a leading `B` differ over the batch.
-        seed: of which the batch shares the noise, which makes comparisons within it sharper; or one for each problem.
-        steps: iterations in all.
-        lr: Adam's learning rate, or a function of the step; decays to zero by half a cosine by default if a number.
+        seed: of the noise. With one seed the batch shares its noise, which makes comparisons within it sharper;
+            otherwise one seed for each problem.
+        steps: iterations in total.
+        lr: Adam's learning rate, as a function of the step; a number decays to zero along half a cosine.
         draws: M, Monte Carlo draws per iteration.
         batch_size: rows per iteration, drawn uniformly with replacement; all rows by default.
         size: B.
-        every: over how many steps a value of `bounds` is averaged.
-        start: parameters to start from.
+        every: how many steps each value of `bounds` averages.
+        start: initial parameters.
         compile: True captures an iteration's operations once per shape and replays them, on a CUDA device as one graph;
             networks that draw random numbers are not captured.
 
     Attributes:
-        model: with the networks of its predictors, if any, as they are trained.
+        model: the model; networks of its predictors, if any, are the trained ones.
 
     Raises:
         ValueError: data that do not fit the model, or fewer than one step or draw.
@@ -187,33 +188,33 @@ class VariationalFit(VerticalRun):
         *self._means, self._recent = placed([*state["means"], state["recent"]])
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
-        """Go on from what `state_dict` returned; see `VerticalRun.load_state_dict`."""
+        """Restore the state that `state_dict` returned; see `VerticalRun.load_state_dict`."""
         super().load_state_dict(flat, anyway=anyway)
         self._coming = self._drawn(self.number)
 
     def converged(self, tolerance: float = 5.0) -> Tensor:
-        """Return whether no parameter still has somewhere to go, `(B,)`.
+        """Return whether the mean gradients of all parameters are zero up to their noise, `(B,)`.
 
-        A bound that looks flat does not say so: gradients of counts, or a noise ρ far above the likelihood's, may hold
-        the optimiser up. This asks whether the gradients of the last eighth of the steps are zero but for their noise.
-        A `RuntimeWarning` says what to do where some are not.
+        A bound that looks flat does not show convergence: gradients of counts, or a noise ρ far above the likelihood's,
+        may block the optimiser. This tests the gradients of the last eighth of the steps. If some are not zero, a
+        `RuntimeWarning` says what to do.
 
         Args:
-            tolerance: on `drift`; the largest of some hundreds of parameters at their optimum is about 4.
+            tolerance: for `drift`, which is about 4 for the largest of some hundreds of parameters at their optimum.
         """
-        still = self.drift <= tolerance
-        if not bool(still.all()):
-            of = "" if len(still) == 1 else f" in {int((~still).sum())} of {len(still)} problems"
-            most = float(self.drift.max())
-            far = f"up to {most:.3g} times their noise, where {tolerance:g} may be chance"
-            far = far if math.isfinite(most) else "too few to tell"
+        converged = self.drift <= tolerance
+        if not bool(converged.all()):
+            share = "" if len(converged) == 1 else f" in {int((~converged).sum())} of {len(converged)} problems"
+            largest = float(self.drift.max())
+            sizes = f"up to {largest:.3g} times their noise, where {tolerance:g} may be chance"
+            sizes = sizes if math.isfinite(largest) else "too few to tell"
             warnings.warn(
-                f"Not converged after {self.number} steps{of}: gradients of the last eighth of them are {far}; go on "
-                "from here with more steps=, ft.vfl.sfvi(…, start=fit.parameters), or take a larger lr=",
+                f"Not converged after {self.number} steps{share}: gradients of the last eighth of them are {sizes}; "
+                "continue from here with more steps=, ft.vfl.sfvi(…, start=fit.parameters), or take a larger lr=",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return still
+        return converged
 
     @torch.no_grad()
     def predict(
@@ -230,7 +231,7 @@ class VariationalFit(VerticalRun):
             features: `(n, p)` or `(B, n, p)`, one per party, or the data that have them.
             draws: of the parameters.
             seed: of the draws.
-            noise: whether with the model's noise on the predictor.
+            noise: whether to add the model's noise to the predictor.
 
         Returns:
             `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
@@ -248,7 +249,7 @@ class VariationalFit(VerticalRun):
         return self.model.likelihood.mean(total, shared).mean(1)
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Return mean `(B, D)` and covariance `(B, D, D)` of q(γ, θ_1, …, θ_J), all coordinates one after the other."""
+        """Return mean `(B, D)` and covariance `(B, D, D)` of q over the concatenated coordinates of γ, θ_1, …, θ_J."""
         q, family = self.parameters, self.guide.theta
         if q.joint is not None:
             return q.joint["mean"], family.covariance(q.joint)
@@ -268,7 +269,7 @@ class VariationalFit(VerticalRun):
             return draw_theta(self.model, self.guide, self.parameters, noise.theta)[0]
 
     def weights(self) -> Tensor:
-        """Return the learnt weights of the parties' likelihoods, `(B, J)`; `power` says why they do not rank parties.
+        """Return the learnt weights of the parties' likelihoods, `(B, J)`; they do not rank parties, see `power`.
 
         Raises:
             ValueError: the model's weights are fixed.
@@ -291,16 +292,16 @@ def cosine(rate: float, steps: int, floor: float = 0.0) -> Schedule:
 def sfvi(
     model: VerticalModel, guide: Guide, data: VerticalData, *, progress: bool = True, **settings: Any
 ) -> VariationalFit:
-    """Maximise the bound by Adam, for a batch of independent problems at once; a `VariationalFit` of which all is done.
+    """Maximise the bound by Adam, for a batch of independent problems at once; return the completed `VariationalFit`.
 
     Args:
         model: `augmented` or `power`.
         guide: the approximation.
         data: aligned rows; tensors with a leading `B` differ over the batch.
-        progress: whether it is shown how far a fit is that takes longer than two seconds; see `fedtorch.progress`.
-        settings: of `VariationalFit`, `steps` among them.
+        progress: whether a fit that takes longer than two seconds shows its progress; see `fedtorch.progress`.
+        settings: of `VariationalFit`, among them `steps`.
 
-    Ask the fit whether it has `converged`: a bound that looks flat does not say so.
+    Check `converged` of the fit: a bound that looks flat does not show convergence.
 
     Raises:
         ValueError: as `VariationalFit` does.

@@ -7,15 +7,15 @@ In every iteration a party takes Langevin steps on its own θ_j given z,
 .. math::
     \theta_j \leftarrow \theta_j + h \nabla_{\theta_j} [\log p(z_j | \theta_j) + \log p(\theta_j)] + \sqrt{2h}\,\xi ,
 
-and z moves up :math:`\nabla_z [\log p(y | z) + \log p(z | \theta)]` averaged over them, along a decreasing step. In the
-power model the parties' likelihoods hold both θ_j and the others' z, and add their shares to both gradients. Messages
-are those of SFVI: z_j (or its gradient) up, the sum and gradients down.
+and z moves up :math:`\nabla_z [\log p(y | z) + \log p(z | \theta)]`, averaged over these draws, by decreasing steps. In
+the power model the parties' likelihoods depend both on θ_j and on the others' z, and contribute to both gradients.
+Messages are those of SFVI: z_j (or its gradient) up, the sum and gradients down.
 
-What comes out is ẑ and draws of :math:`p(\theta | \hat z)`: an empirical Bayes answer, whose spread leaves out that of
-z and is not the posterior's. Intercept and shared parameters are maximised with z (appendix A.3).
+The result is ẑ and draws of :math:`p(\theta | \hat z)`. It is an empirical Bayes estimate: its spread leaves out the
+uncertainty of z and is not the posterior's. Intercept and shared parameters are maximised with z (appendix A.3).
 
 Source: Hassan et al., appendix A. (18) prints minus signs in the exponent, and (19) minus signs, an exponential around
-the gradient's argument and p where log p is meant; above is what follows from the definition. De Bortoli, Durmus,
+the gradient's argument and p where log p is meant; the formulas above follow from the definition. De Bortoli, Durmus,
 Pereyra, Vidal, "Efficient stochastic optimisation by unadjusted Langevin Monte Carlo" (2021).
 """
 
@@ -46,13 +46,13 @@ class SoulFit(NamedTuple):
 
     gamma: Tensor  # (B, 1, S) intercepts and the likelihood's shared parameters, maximised
     z: tuple[Tensor, ...]  # (B, 1, C, n) ẑ, one per party
-    theta: tuple[Tensor, ...]  # (B, kept draws, d_j) of p(θ_j | ẑ), one per party
+    theta: tuple[Tensor, ...]  # (B, draws, d_j) of p(θ_j | ẑ), one per party
 
 
 def party_density(
     model: VerticalModel, batch: VerticalData, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
 ) -> Tensor:
-    """Return the terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
+    """Return the terms of log p(y, z, θ | γ) that depend on θ_j of party `index`, `(B, M)`."""
     predictor = model.predictors[index]
     eta = predictor.forward(theta, batch.features[index])
     rho = model.noise_sd.to(eta)
@@ -80,11 +80,11 @@ def langevin(
         model: the model.
         batch: the data.
         index: of the party.
-        theta: where the chains are.
-        z: of all parties; the augmented model's uses its own only.
+        theta: states of the chains.
+        z: of all parties; in the augmented model only the party's own matters.
         gamma: γ.
-        step: h. The chain's law is off by a relative O(h · the largest curvature).
-        noise: standard normal, like `theta`.
+        step: h. The chain's stationary distribution has a relative error of O(h · the largest curvature).
+        noise: standard normal, of the shape of `theta`.
     """
     theta = theta.detach().requires_grad_()
     density = party_density(model, batch, index, theta, [value.detach() for value in z], gamma.detach())
@@ -106,7 +106,7 @@ def soul(
     size: int = 1,
     progress: bool = True,
 ) -> SoulFit:
-    """Maximise z and γ along averages over Langevin chains, and then keep draws at the maximum.
+    """Maximise the marginal likelihood over z and γ by averages over Langevin chains, then draw θ at the maximum.
 
     Args:
         model: `augmented` or `power`, with equal weights.
@@ -114,13 +114,13 @@ def soul(
         key: `()` or `(B,)`.
         steps: iterations of z.
         step: h of the Langevin steps; below 1 over the largest curvature of the log-density of θ_j given z.
-        rate: step of z and γ (times ρ² for z) by iteration; for convergence its sum diverges and that of its squares
-            does not.
-        chains: M, parallel chains that a gradient is averaged over.
+        rate: step size of z and γ (times ρ² for z) by iteration; for convergence its sum has to diverge and the sum of
+            its squares to converge.
+        chains: M, parallel chains over which a gradient is averaged.
         inner: Langevin steps per iteration.
         keep: draws of each chain at ẑ.
         size: B.
-        progress: whether it is shown how far chains are that take longer than two seconds; see `fedtorch.progress`.
+        progress: whether chains that take longer than two seconds show their progress; see `fedtorch.progress`.
 
     Raises:
         ValueError: steps that are not positive.

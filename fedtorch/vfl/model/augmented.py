@@ -1,11 +1,11 @@
-r"""The augmented-variable model: the likelihood hears noisy predictors only.
+r"""The augmented-variable model: the likelihood depends on noisy predictors only.
 
 .. math::
     y_i \sim p(y \mid b + o_i + \textstyle\sum_j z_{ij}, \gamma), \qquad
     z_{ij} \sim N(g_j(x_{ij}, \theta_j), \rho^2), \qquad \theta_j \sim p_j .
 
-Given z, the parties are independent of each other and of the response, which can stay with the server. Only
-s = Σ_j z_j is identified; with a Gaussian likelihood the model is the regression with noise variance σ² + Jρ².
+Given z, the parties' parameters θ_j are independent of each other and of the response, which can stay with the server.
+Only s = Σ_j z_j is identified. With a Gaussian likelihood the model is the regression with noise variance σ² + Jρ².
 
 Source: Hassan et al., section 3.2, equation (6). ρ is a standard deviation.
 """
@@ -38,7 +38,7 @@ def augmented(
         likelihood: of the response; from `fedtorch.vfl.model.likelihoods`, or your own.
         predictors: one per party, from `fedtorch.vfl.linear`, `multilevel` and `NetworkPredictor`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
-        intercept: whether the server has one.
+        intercept: whether the server has an intercept.
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
 
     Raises:
@@ -61,12 +61,12 @@ def augmented(
 def attenuation(variance: float | Tensor) -> float | Tensor:
     r"""Return the factor by which noise on a logistic predictor shrinks slopes, :math:`1/\sqrt{1 + \pi v/8}`.
 
-    Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope (MacKay 1992). The
-    factor is an approximation: for v up to 10 and normal predictors, it is within 3.1 % of that of a large sample where
-    predictors have sds up to 2, and within 6 % up to 5. The augmented model
-    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them, and their sds, by this to compare
-    them with those of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
-    It is a factor of two classes alone: noise leaves the slopes of Gaussian and log-linear responses as they are.
+    A logistic curve averaged over N(0, v) is close to a logistic curve whose slope is smaller by this factor (MacKay
+    1992). The factor is an approximation: for v up to 10 and normal predictors, it is within 3.1 % of that of a large
+    sample where predictors have sds up to 2, and within 6 % up to 5. The augmented model has v = Jρ² and therefore
+    reports slopes inflated by the inverse. Multiply these slopes, and their sds, by the factor to compare them with
+    those of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1). The
+    factor is for two classes alone: noise leaves the slopes of Gaussian and log-linear responses as they are.
 
     Args:
         variance: v of the noise on the predictor, as by `ft.vfl.noise_variance(model)`.

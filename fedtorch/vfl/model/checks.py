@@ -13,11 +13,11 @@ from fedtorch.vfl.model.split_nn import NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
-_CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
+_CHECKED = 2**16  # rows checked at a time, so that the memory of a check does not grow with the rows
 
 
 def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str]) -> None:
-    """Raise `ValueError` unless all parties have features, finite and of their shapes, of as many rows."""
+    """Raise `ValueError` unless all parties have finite features of their shapes, one row for each of the response."""
     data.check_known()
     if len(data.features) != len(model.predictors):
         raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
@@ -37,21 +37,21 @@ def check_rows(predictor: Predictor | NetworkPredictor, x: Tensor, rows: int, na
 
 
 def check_response(likelihood: ResponseLikelihood, data: VerticalData) -> None:
-    """Raise `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
+    """Raise `ValueError` unless the likelihood accepts the response of every row whose weight is not 0."""
     y = data.response
     if data.weight is not None:
         y, weight = torch.broadcast_tensors(y, data.weight.to(y.device))
-        first = (weight > 0).long().argmax(-1, keepdim=True)  # stands in for those that do not count
+        first = (weight > 0).long().argmax(-1, keepdim=True)  # its response replaces those of rows with weight 0
         y = torch.where(weight > 0, y, y.gather(-1, first))
     likelihood.check(y)
 
 
 def prepared(model: VerticalModel, data: VerticalData) -> VerticalData:
-    """Return the data once they are checked against the model, all in the features' dtype.
+    """Check the data against the model and return them, all in the features' dtype.
 
     Raises:
         ValueError: parties, rows, widths or dtypes that do not fit, values that are not finite, negative weights, or a
-            response that the likelihood does not have.
+            response that the likelihood does not accept.
     """
     check_features(model, data, [f"party {j}" for j in range(len(model.predictors))])
     if data.present is not None and not bool(data.present.all()):

@@ -1,4 +1,4 @@
-r"""The likelihood with the auxiliary variables integrated out by Gauss–Hermite quadrature: an oracle, and a score.
+r"""The likelihood with the auxiliary variables integrated out by Gauss–Hermite quadrature, for tests and scores.
 
 In the augmented model only s = Σ_j z_j matters, :math:`s | \theta \sim N(h, J\rho^2)`. In the power model the arguments
 of the J likelihoods, :math:`a_j = h + \sum_k e_k - e_j`, have covariance :math:`\rho^2(I + (J-2) 11^\top)`, so that for
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch.models.quadrature import gauss_hermite
 from fedtorch.vfl.model.vertical import VerticalModel
 
-_NEAR = 1e-6  # sds of a step that ends the search for a mode
+_NEAR = 1e-6  # a step of so few sds ends the search for a mode
 
 
 def collapsed_log_likelihood(
@@ -38,17 +38,17 @@ def collapsed_log_likelihood(
         centre: intercept + offset + Σ_j η_j, `(B, M, 1, n)`.
         shared: the likelihood's own parameters, `(B, M, S)`.
         points: of each quadrature.
-        power: the product of powers (not normalised over y) instead of the augmented likelihood; as the model by
-            default.
+        power: whether to take the product of powers (not normalised over y) instead of the augmented likelihood; by
+            default as the model does.
         variance: of the noise on the predictor instead of Jρ², `(1 or B,)`.
-        adaptive: put the nodes around the mode of p(y|s) N(s; h, Jρ²), which a likelihood much narrower than the noise
-            (large counts) needs; for the augmented likelihood, log-concave in s.
+        adaptive: whether to place the nodes around the mode of p(y|s) N(s; h, Jρ²), as a likelihood much narrower than
+            the noise (large counts) needs; for augmented likelihoods that are log-concave in s.
 
     Returns:
         `(B, M, n)`.
 
     Raises:
-        ValueError: a likelihood of several outputs, whose integral has as many dimensions.
+        ValueError: a likelihood of several outputs, for each of which the integral would have a dimension.
     """
     if model.likelihood.outputs > 1:
         raise ValueError(f"Expected a likelihood of one output, but got {model.likelihood.outputs}; sample s instead")
@@ -86,8 +86,8 @@ def noise_variance(model: VerticalModel) -> Tensor:
     """Return the variance of the model's noise on the sum of the predictors, `(1 or B,)`.
 
     >>> import fedtorch as ft
-    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
-    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
+    >>> parts = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
+    >>> [float(noise_variance(make(*parts))) for make in (ft.vfl.augmented, ft.vfl.power)]
     [2.0, 0.5]
     """
     parties = len(model.predictors)
@@ -98,7 +98,7 @@ def noise_variance(model: VerticalModel) -> Tensor:
 def _mode(
     model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 50
 ) -> tuple[Tensor, Tensor]:
-    """Find the mode of p(y|s) N(s; centre, spread) by Newton's method and the sd there; a step that loses is halved."""
+    """Return the mode of p(y|s) N(s; centre, spread), by Newton's method with halved steps, and the sd there."""
     h, fixed = centre.detach(), shared.detach()
 
     def log_density(s: Tensor) -> Tensor:

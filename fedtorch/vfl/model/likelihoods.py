@@ -1,8 +1,8 @@
-"""Likelihoods of a response given a linear predictor; they know nothing of who holds the data.
+"""Likelihoods of a response given a linear predictor, whichever party holds the data.
 
 Rows come last and outputs before them: a predictor is `(..., C, n)` with `C = 1` but for the categorical, a response
-`(..., n)`, and what rows share (a noise, a dispersion) is `(..., S)` on the log scale. All broadcast, so that one call
-evaluates folds × models × seeds and all Monte Carlo draws. One of your own takes a few lines:
+`(..., n)`, and parameters that rows share (a noise, a dispersion) are `(..., S)` on the log scale. All broadcast, so
+that one call evaluates folds × models × seeds and all Monte Carlo draws. A likelihood of your own takes a few lines:
 
 >>> import dataclasses, torch
 >>> from fedtorch.vfl.model import likelihoods
@@ -34,8 +34,8 @@ from fedtorch.models import counts
 __all__ = ["bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
 __dir__ = only(__all__)
 
-_LEAST = 1e-15  # probability that has a logit of its own
-_CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
+_LEAST = 1e-15  # probabilities are clipped here before their logits are taken
+_CHECKED = 2**16  # rows checked at a time, so that the memory of a check does not grow with the rows
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class ResponseLikelihood:
         log_prob: (response `(..., n)`, predictor `(..., C, n)`, shared `(..., S)`) -> `(..., n)`.
         mean: (predictor, shared) -> the response's mean `(..., n)`; of the categorical, probabilities `(..., C, n)`.
         check: raises `ValueError` when a response does not fit, naming the first row that does not.
-        features: (response `(..., n)`, predictor `(..., C, n)`) -> what an encoder is shown of the response beside the
-            predictor, `(..., F, n)`; where there is a natural scale, how far it is from the predictor.
-        outputs: `C`, the numbers that the predictor has for a row.
-        shared: names of what all rows share, on the log scale.
+        features: (response `(..., n)`, predictor `(..., C, n)`) -> the encoder's inputs from the response, besides the
+            predictor, `(..., F, n)`; where there is a natural scale, its distance from the predictor.
+        outputs: `C`, numbers of the predictor for a row.
+        shared: names of the parameters that all rows share, on the log scale.
         normal: (response `(..., n)`, shared `(..., S)`) -> mode and curvature there of −log p as a function of the
-            predictor, `(..., n)` each, curvature 0 where there is no mode; None for none at all, as of labels.
-        logits: of a likelihood of classes, from the mean in float64 to logits as metrics take them, `(..., n)` of two
-            classes and `(..., n, C)` of more; None for other responses.
+            predictor, `(..., n)` each, curvature 0 where there is no mode; None if no response has one, as of labels.
+        logits: of a likelihood of classes, from the mean in float64 to logits for metrics, `(..., n)` of two classes
+            and `(..., n, C)` of more; None for other responses.
     """
 
     log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -1,10 +1,11 @@
-r"""Predictors: a party's parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
+r"""Predictors: a party's parameters θ_j, their prior, and :math:`g_j(x_j, \theta_j)`.
 
-Every party chooses for itself and tells nobody. A prior of one's own is a function of θ `(B, M, d)` to `(B, M)`.
+Every party chooses its own predictor, and need not disclose it. A custom prior is a function of θ `(B, M, d)` to
+`(B, M)`.
 
 Source: Hassan et al., sections 3.1 (each client sets its own prior) and 5.2 (varying slopes by group). The printed
-multilevel model gives every area slopes of its own with one draw each, which is not identifiable; here a level of the
-group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, and is parametrised by :math:`u^r = (\beta^r - \mu)/\sigma`.
+multilevel model gives every area slopes of its own with one draw each, which is not identifiable. Here a level of the
+group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, parametrised by :math:`u^r = (\beta^r - \mu)/\sigma`.
 
 >>> import torch, fedtorch as ft
 >>> normal_prior(sd=1.0)(torch.zeros(1, 1, 2)).round(decimals=3)
@@ -28,13 +29,13 @@ class Predictor:
     """A party's part of the model.
 
     Attributes:
-        size: how many coordinates θ_j has.
+        size: number of coordinates of θ_j.
         forward: (θ `(B, M, d)`, features `(n, p)` or `(B, n, p)`) -> g_j, `(B, M, C, n)`.
         log_prior: θ -> log p_j(θ), `(B, M)`.
         width: p, the columns that `forward` expects.
         outputs: C; the likelihood's by default.
         row_dims: dimensions of one row of features.
-        start: θ to start from, `(B, size)`; zero by default.
+        start: initial θ, `(B, size)`; zero by default.
     """
 
     size: int
@@ -46,16 +47,16 @@ class Predictor:
     start: Tensor | None = None
 
     def __call__(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
-        """Return g_j; nothing is drawn, so that it needs no keys, which networks are called with."""
+        """Return g_j; `keys`, which networks draw dropout with, are not used."""
         return self.forward(theta, x)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return nothing to maximise over, where a network has its weights."""
+        """Return no parameters to maximise over; a network returns its weights."""
         return iter(())
 
 
 def flat_prior() -> Prior:
-    """Make a constant density, as for what is maximised over.
+    """Make a constant density, for parameters that are maximised over.
 
     >>> flat_prior()(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))  # of two draws
     tensor([[0., 0.]])
@@ -111,12 +112,12 @@ def linear(width: int, prior: Prior | None = None, outputs: int = 1) -> Predicto
 
 
 def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
-    """Return the design of slopes by level, `(n, levels · p)`: a row's features stand in its level's columns.
+    """Return the design of slopes by level, `(n, levels · p)`: a row's features are in the columns of its level.
 
     Args:
         x: `(n, p)`.
         groups: `(n,)` integers from 0 to `levels − 1`.
-        levels: how many there are.
+        levels: number of levels.
 
     Raises:
         ValueError: a group out of range.
@@ -142,7 +143,7 @@ def multilevel(
         levels: levels R of the group.
         mean_sd: prior standard deviation of μ.
         spread_sd: prior scale of σ.
-        centred: parametrise by β, which is better where every level has many rows; u is better where it has few.
+        centred: parametrise by β, which is better where every level has many rows; u is better where levels have few.
 
     >>> predictor = multilevel(1, levels=2)
     >>> theta = torch.tensor([[[10.0, 0.0, -1.0, 1.0]]])  # μ, log σ, and u of both levels
@@ -169,7 +170,7 @@ def multilevel(
 
 
 def slopes(theta: Tensor, width: int, levels: int, *, centred: bool = False) -> Tensor:
-    """Return the slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
+    """Return the slopes β^r from the parameters of `multilevel`, `(..., levels, width)`."""
     mean, log_spread, effects = _parts(theta, width, levels)
     return effects if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * effects
 

@@ -1,8 +1,8 @@
-"""Networks in stacks: one module, many sets of weights, one call.
+"""Stacks of networks: one module with many sets of weights, evaluated in one call.
 
-`Stacked` holds `B` copies of any module's parameters with `B` in front (folds × models × seeds) and evaluates them in
-one batched call; `mlp` is the plain network of the split-network literature, whose last layer has a name of its own.
-`NetworkPredictor` is a stack as a party's predictor.
+`Stacked` holds `B` copies of any module's parameters in tensors `(B, ...)` (folds × models × seeds) and evaluates them
+in one batched call. `mlp` is the plain network of the split-network literature, whose last layer is called `last`.
+`NetworkPredictor` is a party's predictor made of a stack.
 
 >>> import torch
 >>> from fedtorch import random
@@ -41,7 +41,7 @@ def mlp(
     dropout: float = 0.0,
     activation: Callable[[], nn.Module] = nn.ReLU,
 ) -> nn.Sequential:
-    """Make hidden layers, each with an activation and perhaps dropout, and a linear layer called `last`.
+    """Make a multilayer perceptron: hidden layers with activations and dropout, and a linear layer called `last`.
 
     It maps rows `(..., n, width)` to `(..., n, outputs)`.
 
@@ -69,7 +69,7 @@ def mlp(
 
 
 class _Linear(nn.Linear):
-    """A linear layer of rows `(..., n, width)` that computes with rows last, in half the time for narrow ones."""
+    """A linear layer of rows `(..., n, width)` that computes with rows last: half the time for narrow layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight @ x.mT + self.bias.unsqueeze(-1)).mT
@@ -78,18 +78,19 @@ class _Linear(nn.Linear):
 class Stacked(nn.Module):
     """`B` copies of a module that differ in their weights.
 
-    Every copy is initialised anew by the `reset_parameters` of the module's layers, from its own key; parameters of
-    layers without one start as they are in `module`.
+    Every copy is initialised anew by the `reset_parameters` of the module's layers, from its own key. Parameters of
+    layers without `reset_parameters` start as they are in `module`.
 
     Args:
         module: any module of rows `(n, ...)` to `(n, C)`.
         keys: `(B,)` one key a copy.
-        row_dims: dimensions of one row: 1 for a table, 3 for images; tells whether rows come stacked.
+        row_dims: dimensions of one row: 1 for a table, 3 for images. Rows with one dimension more are shared by the
+            copies; rows with two more are stacked.
 
     Attributes:
         names: of the module's parameters.
-        own: names of those that the stack holds: all but the released ones.
-        weights: the parameters in the order of `own`, `(B, ...)` each.
+        trained_names: names of the parameters that the stack holds: all but the released ones.
+        weights: the parameters in the order of `trained_names`, `(B, ...)` each.
         draws: whether the module draws random numbers in training mode; None before it has run in it.
 
     Raises:
@@ -123,13 +124,13 @@ class Stacked(nn.Module):
         Args:
             x: `(n, ...)` for all copies, or `(B, n, ...)`.
             replaced: weights to use in place of the stack's own, `(B, ...)` each.
-            keys: makes the keys `(B,)` of dropout and other draws in training mode; asked only where there are any.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode; called only if the module draws.
 
         Returns:
             `(B, n, C)`.
 
         Raises:
-            ValueError: rows of another number of dimensions, no key for a module that draws random numbers, or at the
+            ValueError: rows of another number of dimensions; no keys for a module that draws random numbers; or, at the
                 first call in training mode, parameters of the module that are not registered.
         """
         if x.ndim not in (self.row_dims + 1, self.row_dims + 2):
@@ -162,7 +163,7 @@ class Stacked(nn.Module):
         return result
 
     def release(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Give up weights, which `forward` expects as `replaced` from then on."""
+        """Remove weights from the stack and return them; `forward` expects them as `replaced` from then on."""
         trained = dict(zip(self.trained_names, self.weights))
         self.trained_names = [name for name in self.trained_names if name not in names]
         self.weights = nn.ParameterList([trained[name] for name in self.trained_names])
@@ -174,12 +175,12 @@ class Stacked(nn.Module):
 
 
 class NetworkPredictor(nn.Module):
-    r"""A predictor that is a network, :math:`g(x, \theta) = f(x; \varphi, \theta)`: one for each element of a batch.
+    r"""A predictor that is a network for each element of a batch, :math:`g(x, \theta) = f(x; \varphi, \theta)`.
 
     θ are the weights that match `random`; the module holds the others, φ, which training maximises over.
 
     Args:
-        stack: the networks, of rows `(n, ...)` to `(B, n, C)`; the random weights are taken out of it.
+        stack: the networks, from rows `(n, ...)` to `(B, n, C)`; the random weights are removed from it.
         outputs: C.
         random: shell patterns of the weights that are random; none by default.
         prior: of θ; flat by default.
@@ -187,7 +188,7 @@ class NetworkPredictor(nn.Module):
         name: of the party, for error messages.
 
     Attributes:
-        start: θ of the networks as they were given, `(B, size)`.
+        start: θ of the networks as passed, `(B, size)`.
     """
 
     start: Tensor
@@ -257,7 +258,7 @@ class NetworkPredictor(nn.Module):
 
 
 def _initialised(module: nn.Module, key: Tensor) -> nn.Module:
-    """Return a copy whose layers are initialised anew, without moving the global generator."""
+    """Return a copy whose layers are initialised anew, and leave the global generator unchanged."""
     result = copy.deepcopy(module)
     with _GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(bits(key, 1)))

@@ -1,9 +1,9 @@
-"""A vertical model: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
+"""Vertical models: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
 
-`augmented` and `power` make one; `VerticalData` is what it is fitted to. Batch first (folds × models × seeds), then
-Monte Carlo draws, then outputs, and rows last: predictors are `(B, M, C, n)`. What does not differ over the batch has
-no leading dimension, or 1. A predictor may hold networks (`NetworkPredictor`), and elements of the batch without noise
-and priors (`active`) are then the plain networks: a split network is a vertical model.
+`augmented` and `power` make a model, which is fitted to `VerticalData`. Dimensions are the batch (folds × models ×
+seeds), Monte Carlo draws, outputs and rows, in this order: predictors are `(B, M, C, n)`. Tensors that do not differ
+over the batch have no leading dimension, or 1. Predictors may be networks (`NetworkPredictor`): a split network is a
+vertical model, and the elements of its batch that are not `active`, without noise and priors, are plain networks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 def summed(values: Sequence[Tensor]) -> Tensor:
-    """Return Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has.
+    """Return Σ_j z_j, where every party sends as many numbers a row as the likelihood's predictor has.
 
     >>> import torch
     >>> summed([torch.ones(1, 1, 1, 3), 2 * torch.ones(1, 1, 1, 3)])
@@ -31,7 +31,7 @@ def summed(values: Sequence[Tensor]) -> Tensor:
 
 
 def concatenated(values: Sequence[Tensor]) -> Tensor:
-    """Return all z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network.
+    """Concatenate the z_j of all parties, `(B, M, Σ_j C_j, n)`, for a top network.
 
     >>> import torch
     >>> concatenated([torch.zeros(1, 1, 2, 5), torch.ones(1, 1, 3, 5)]).shape  # two and three numbers a row
@@ -42,19 +42,19 @@ def concatenated(values: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class VerticalModel:
-    """Made by `augmented` or `power`.
+    """The model of a vertical fit; `augmented` and `power` make it.
 
     Attributes:
         likelihood: of the response.
         predictors: one per party.
         rho: standard deviation of z_j given θ_j, `(1,)` or `(B,)`.
         power: whether every party has a likelihood of its own, with its own η_j in place of z_j.
-        intercept: whether the server has one for each output.
-        shared_prior: of the server's γ = (intercepts, the likelihood's shared parameters); None is a flat one.
+        intercept: whether the server has an intercept for each output.
+        shared_prior: of the server's γ = (intercepts, the likelihood's shared parameters); None for a flat prior.
         concentration: of the Dirichlet prior of learnt weights, per row and party; None for weights 1/J.
         active: which elements of the batch have noise and priors, `(B,)`; all by default. The others are plain.
-        combine: of what the parties send at the cut layer, a sum or `concatenated`.
-        top: networks at the server of the cut layer `(n, C)` to the likelihood's predictor.
+        combine: how the server combines the parties' values at the cut layer, `summed` or `concatenated`.
+        top: networks at the server, from the cut layer `(n, C)` to the likelihood's predictor.
 
     >>> import torch, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
@@ -80,19 +80,19 @@ class VerticalModel:
 
     @property
     def sizes(self) -> list[int]:
-        """Return coordinates of γ, θ_1, …, θ_J."""
+        """Return the numbers of coordinates of γ, θ_1, …, θ_J."""
         outputs = self.likelihood.outputs if self.intercept else 0
         return [outputs + len(self.likelihood.shared), *(p.size for p in self.predictors)]
 
     @property
     def outputs(self) -> list[int]:
-        """Return numbers a row of the likelihood's predictor, and of what each party sends."""
+        """Return how many numbers a row the likelihood's predictor has, and how many each party sends."""
         whole = self.likelihood.outputs
         return [whole, *(p.outputs or whole for p in self.predictors)]
 
     @property
     def row_dims(self) -> list[int]:
-        """Return dimensions of one row of each party's features."""
+        """Return the number of dimensions of a row of each party's features."""
         return [p.row_dims for p in self.predictors]
 
     @property
@@ -111,7 +111,7 @@ class VerticalModel:
         return torch.where(self.active.reshape(-1, *(1,) * (value.ndim - 1)), value, plain)
 
     def cut(self, values: Sequence[Tensor], keys: Callable[[], Tensor] | None = None) -> Tensor:
-        """Combine what the parties send, and put it through the top network, `(B, M, C, n)`.
+        """Combine the parties' values at the cut layer and apply the top network, `(B, M, C, n)`.
 
         Args:
             values: `(B, M, C_j, n)` each.
@@ -138,11 +138,11 @@ class VerticalModel:
         return (centre if offset is None else centre + offset.reshape(-1, 1, 1, offset.shape[-1])), shared
 
     def etas(self, thetas: Sequence[Tensor], data: VerticalData) -> list[Tensor]:
-        """Return g_j of every party, `(B, M, C, n)` each, of draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
+        """Return g_j of every party, `(B, M, C, n)` each, for draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
         return [p.forward(theta, x) for p, theta, x in zip(self.predictors, thetas[1:], data.features)]
 
     def predictor(self, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
-        """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws."""
+        """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, for draws."""
         return self.centre(thetas[0], self.cut(self.etas(thetas, data)), data.offset)
 
     def split_shared(self, gamma: Tensor) -> tuple[Tensor | None, Tensor]:

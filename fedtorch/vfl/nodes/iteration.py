@@ -1,58 +1,58 @@
-r"""Training a vertical model among its nodes: values go up, gradients come down; the numbers are those of one graph.
+r"""Training a vertical model among its nodes: values go up, gradients come down, with the numbers of one graph.
 
-`party_half` and `server_half` are the two ends; any driver runs them: `exchange` runs one iteration in one process and
-`fedtorch.protocol.ranks.over_ranks` a node's half on its own rank, where all know every `Iteration` beforehand. The
-same halves train `augmented` and `power` models and split networks, plain and hierarchical Bayes. An iteration begins
-with every party's z_j (or η_j with `sums`) going up, and goes on by one of three protocols:
+`party_half` and `server_half` are the two ends, for any driver: `exchange` runs one iteration in one process, and
+`fedtorch.protocol.ranks.over_ranks` runs each node's half on its own rank, where all nodes know every `Iteration`
+beforehand. The same halves train `augmented` and `power` models and split networks, plain and hierarchical Bayes. In
+an iteration every party first sends z_j (or η_j with `sums`) up. One of three protocols follows:
 
-- *Values and gradients*, of a response at the server: down ∂L₀/∂z_j, with a sum at the cut layer the same for
-  everybody.
+- *Values and gradients*, for a response at the server: down ∂L₀/∂z_j, which is the same for all parties if the cut
+  layer is a sum.
 - *A shared response* (augmented model, `response_shared=True`): down the predictor b + o + Σ z and the likelihood's
-  shared parameters; every party finds the gradient itself, and can do so again for further local steps with the
-  others' z held.
+  shared parameters. Every party computes the gradient itself, and can compute it anew for further local steps, with
+  the others' z fixed.
 - *Power*, two exchanges: down b + o + Σ_{k≠j} z_k and the shared parameters; up ∂L_{0,j}/∂ of these; down Σ_{k≠j}
   ∂L_{0,k}/∂z_j. The source sends all of z and J − 1 gradients; the sums are enough and are smaller.
 
-With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ. So η_j leaves a party's process as a
-summand of a secure sum only: `fedtorch.sites.secure.masked_party` goes around a party's half and `masked_server` around
-the server's, and without them the first message is refused, unless the party says `accept_disclosure=True`. Masks need
-all parties in every iteration, so that idle parties and clocks take that word. They are bound to `PartyNode.history`,
-all that the party has been told since it was made, and cancel only among parties that have been told the same; parties
-therefore have one `delay`. A joint q(γ, θ) is fitted in one graph
-of one process that holds all parties' columns, by `fedtorch.vfl.sfvi`; no protocol among nodes does it.
+With `sums` the server must learn no more than Σ_j η_j, which has no noise of ρ. So η_j leaves a party's process only
+as a summand of a secure sum: wrap a party's half in `fedtorch.sites.secure.masked_party` and the server's in
+`masked_server`. Without them the first message is refused, unless the party sets `accept_disclosure=True`. Masks need
+all parties in every iteration, so that idle parties and clocks require this argument. Masks are bound to
+`PartyNode.history`, a digest of all messages received since the node was made, and cancel only among parties that have
+received the same messages; parties therefore have one `delay`. A joint q(γ, θ) has no protocol among nodes:
+`fedtorch.vfl.sfvi` fits it in one graph, in one process that holds all parties' columns.
 
-Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
-gradient that it received (first order), with the response shared it computes it anew. (Plain networks can do it, too,
-but nothing then holds z_j near what was sent.)
+Several local steps per exchange use the same draws. With the response at the server the party moves along the gradient
+that it received (first order); with the response shared it computes the gradient anew. (Plain networks can take local
+steps, too, but then nothing holds z_j near the value sent.)
 
-*Bounded delay.* A party waits for the gradient of what it sent before it goes on: over a line of 50 ms, 100 ms an
-iteration. With `delay=s` it sends its values of up to s iterations more before it takes the first gradient, so that s
-+ 1 round trips are under way at once, and an iteration takes the time of one over s + 1, or that of its computation
-if that is longer. In iteration t the party's parameters then have had the gradients up to iteration t − s − 1. The
-gradient with respect to what it sent, :math:`\partial L_0 / \partial z_j^{(t)}`, comes s iterations later; it is
-taken through the party's network as that is now, with the rows and noise of iteration t, whose contribution is
-computed once more. So this is asynchronous: for s > 0 its numbers are its own, the same whatever the lines' speed,
-since it is the numbering of iterations that says what is late, and no clock. It has the same stationary points; a
-step that is near the largest for s = 0 has to be smaller, for a quadratic of curvature L below :math:`2 \sin(\pi /
-(4s + 2)) / L` in place of :math:`2 / L`. The link's `Limits.ahead` frames that wait in each direction are room for s
-of twice as many.
+*Bounded delay.* Without a delay, a party waits for the gradient of its value before its next iteration: over a
+connection with a latency of 50 ms, an iteration takes 100 ms. With `delay=s` it sends the values of up to s more
+iterations before it takes the first gradient. Then s + 1 round trips are under way at once, and an iteration takes
+1/(s + 1) of a round trip, or the time of its computation if that is longer. In iteration t the party's parameters have
+the gradients up to iteration t − s − 1. The gradient with respect to its value, :math:`\partial L_0 / \partial
+z_j^{(t)}`, comes s iterations later. The party then computes its contribution once more, with its present network and
+the rows and noise of iteration t, and backpropagates the gradient through that. So training is asynchronous. For s > 0
+the result differs from that of s = 0, but does not depend on the speed of connections, since delays are counted in
+iterations and not by a clock. The stationary points are the same. A step size near the largest for s = 0 has to be
+smaller: for a quadratic of curvature L, below :math:`2 \sin(\pi / (4s + 2)) / L` in place of :math:`2 / L`. The
+`Limits.ahead` frames that wait in each direction of a link allow an s of twice as many.
 
-*Idle parties.* `Iteration.active` says who takes part, and all know it beforehand (`bounded_delay` is a function of
-its key). An idle party sends nothing, and the server goes on with what it last heard.
+*Idle parties.* `Iteration.active` says which parties take part, and all know it beforehand (`bounded_delay` is a
+function of its key). An idle party sends nothing, and the server uses the last value that it received.
 
-*By the clock.* With `tick=` seconds at the server and `clocked=True` at the parties, the server goes on when a tick is
-over, whoever has answered, or as soon as all have; who is late, by whatever delay, is answered in the tick in which its
-value comes. The numbers then depend on the machines' load: they are those of `fedtorch.vfl.nodes.clock` with the delays
-that there were, and the result of the server's half says which. One who never comes back ends the protocol after the
-last tick, by its driver's longest wait, with its name; a stream that ends does so at once.
+*By the clock.* With `tick=` seconds at the server and `clocked=True` at the parties, a tick ends after these seconds
+or as soon as all parties have answered. A late party is answered in the tick in which its value arrives, however late.
+The result then depends on the machines' load: it is that of `fedtorch.vfl.nodes.clock` with the delays that occurred,
+which the server's half returns. If a party never answers again, the protocol ends after the last tick, when the driver
+has waited its longest, with an error that names the party; a stream that ends does so at once.
 
-Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
-hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean
-over T steps has 1/√T of it: the noise ρ of `amortised` is part of a model, and no protection. Nor is there noise drawn
-at the party that is accounted for: a party's parameters are made of all its rows, so that one row is in the values of
-all others too, and noise of a row's own size bounds nothing; each of its steps would need noise as well. Gradients go
-the other way: that of a row has the sign of its residual, so that parties of a plain split network are as good as told
-the labels.
+Noise and dropout are functions of keys and steps. Whoever knows a key knows its noise: while all nodes share the keys,
+the noise hides nothing of z_j from them. A node without the key sees g_j with new noise in every step, and the mean
+over T steps has 1/√T of it: the noise ρ of `amortised` is part of a model, and no protection. Nor does any privacy
+accountant cover noise drawn at a party. A party's parameters depend on all its rows, so that a row affects the values
+of all other rows too, and noise on the scale of one row's value bounds nothing; each step of the parameters would need
+noise as well. The labels leak through the gradients: that of a row has the sign of its residual, which practically
+reveals the labels to the parties of a plain split network.
 
 Sources: Hassan et al., algorithms 1 and 2. Chen, Jin, Sun, Yin, "VAFL: a method of vertical asynchronous federated
 learning", 2020, arXiv:2007.06081, whose clients' delay is bounded; the largest step is that at which
@@ -80,10 +80,12 @@ from fedtorch.vfl.nodes.node import Drawn, Gradient, Iteration, PartyNode, Propo
 
 
 class Protocol(NamedTuple):
-    """The course of an iteration once the parties' values are at the server, at both ends."""
+    """The rest of an iteration at both ends, after the parties' values have arrived at the server."""
 
-    party: Callable[[PartyNode, Proposal, float | None, int], Half]  # node, what it sent, learning rate, local steps
-    server: Callable[[ServerNode, Drawn, Sequence[int], float | None], Half]  # node, draws, who takes part, rate
+    party: Callable[[PartyNode, Proposal, float | None, int], Half]  # node, its proposal, learning rate, local steps
+    server: Callable[
+        [ServerNode, Drawn, Sequence[int], float | None], Half
+    ]  # node, draws, parties that take part, rate
 
 
 def protocol_of(node: PartyNode | ServerNode) -> Protocol:
@@ -114,7 +116,7 @@ def _send_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate
 
 
 def _evaluated(server: ServerNode, drawn: Drawn, rate: float | None) -> list[Gradient]:
-    """Evaluate the likelihood at the server: move γ, and return the gradient of what each party sent."""
+    """Evaluate the likelihood at the server and move γ; return the gradients with respect to the parties' values."""
     values = [value.detach().requires_grad_() for value in server.last_values()]
     bound = server_bound(server.model, server.guide, server.q, drawn.theta, values, None, drawn.rows, drawn.noise)
     objective = server.scaled(bound + server.minus_log_q(drawn.theta))
@@ -149,7 +151,7 @@ def _take_share_and_gradient(party: PartyNode, proposal: Proposal, rate: float |
 
 
 def _send_shares_and_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
-    """Run the power model's two exchanges: each party hears of the others alone, in predictors and in gradients."""
+    """Run the power model's two exchanges: each party receives sums over the others, of predictors and of gradients."""
     centre, shared = _centre(server, drawn)
     terms, weights = shared_terms(server.model, server.q, drawn.theta, drawn.rows)
     values = server.last_values()
@@ -163,7 +165,7 @@ def _send_shares_and_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence
     objective = terms + server.minus_log_q(drawn.theta)
     for share, answer in zip(shares, answers):
         for value, gradient in zip(tree.leaves(share), tree.leaves(answer)):
-            # A weight has no draws: its gradient is the sum over them.
+            # A weight is the same for all draws: its gradient is the sum over them.
             inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
             objective = objective + (inner if value.ndim > 1 else inner / objective.shape[1])
     ascend(server.optimizer, server.scaled(objective), rate)
@@ -179,20 +181,20 @@ def _centre(server: ServerNode, drawn: Drawn) -> tuple[Tensor, Tensor]:
 
 
 def _share_like(party: PartyNode, proposal: Proposal) -> Share:
-    """Return the shapes of a `Share` for this party."""
+    """Return a `Share` of the shapes for this party."""
     value, model = proposal.sent, party.model
     weight = None if model.concentration is None else value[:, 0, 0, 0]
     return Share(value, value.new_zeros(*value.shape[:2], len(model.likelihood.shared)), weight)
 
 
 def _likelihood(party: PartyNode, proposal: Proposal, share: Share, added: Tensor) -> Tensor:
-    """Return the likelihood of a predictor with something `added` to it, `(B, M)`."""
+    """Return the log-likelihood of the share's predictor plus `added`, `(B, M)`."""
     rows = proposal.drawn.rows
     return rows.weighted_sum(party.model.likelihood.log_prob(rows.y, share.predictor + added, share.shared))
 
 
 def _weighted(party: PartyNode, total: Tensor, share: Share) -> Tensor:
-    """Return a party's part of the power model's likelihood."""
+    """Return a party's log-likelihood, times its weight in the power model."""
     return total / len(party.model.predictors) if share.weight is None else share.weight[:, None] * total
 
 
@@ -204,7 +206,7 @@ POWER = Protocol(_take_share_and_gradient, _send_shares_and_gradients)
 @tells(Learns("nothing of rows"))
 @without_rows
 class More(NamedTuple):
-    """Down by the clock: whether an answer follows, or it is over."""
+    """Down by the clock: whether an answer follows, or the protocol ends."""
 
     more: Tensor  # (1,) uint8
 
@@ -223,24 +225,24 @@ def party_half(
 ) -> Half:
     """Run a party's side of every iteration.
 
-    With `sums` what goes up is η_j as it is, which leaves this process under the masks of `sites.secure.masked_party`
-    or not at all: any driver over ranks or streams refuses it.
+    With `sums` the party sends η_j itself, which must leave this process under the masks of
+    `sites.secure.masked_party`: a driver over ranks or streams refuses it without them.
 
     Args:
         party: the node, trained in place.
-        iterations: the same at every node; by the clock the party's own, and more than it will come to.
+        iterations: the same at every node; by the clock the party's own, at least as many as it will need.
         local_steps: steps that a party takes per exchange.
         delay: s, iterations by which a gradient is late at most; at the end all are taken. Under masks all parties
             have the same.
-        clocked: whether the server goes on by its clock, `tick=` there, and says when it is over.
-        accept_disclosure: whether η_j of `sums` may leave as it is, for a server that may have this party's predictor
-            of every row in every iteration, and all that can be found from it.
+        clocked: whether the server proceeds by its clock (`tick=` there) and sends the end of the protocol.
+        accept_disclosure: whether η_j of `sums` may leave without masks, to a server that may learn this party's
+            predictor of every row in every iteration, and all that can be inferred from it.
 
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ; a negative delay,
             or a delay in the power model's protocol, where an iteration cannot begin before the last has ended; by the
-            clock a delay, the power model's protocol, or what only nodes know that go on together; values that are not
-            finite, with the party and the row.
+            clock a delay, the power model's protocol, or iterations with noise, rows or active parties; values that
+            are not finite, with the party and the row.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -282,7 +284,7 @@ def _bound(party: PartyNode, start: bytes, step: Send | Receive) -> Half:
 def unbound_half(
     party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0, summed: bool = False
 ) -> Half:
-    """Run a party's side without its history, which nothing in one process needs; see `party_half`."""
+    """Run a party's side without its history, which is not needed within one process; see `party_half`."""
     protocol = protocol_of(party)
     waiting: deque[tuple[int, Iteration, Proposal]] = deque()  # for their gradients
     for number, iteration in enumerate(iterations):
@@ -300,7 +302,7 @@ def unbound_half(
 def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value | Summand:
     """Return the party's message; raise ValueError, before any node has moved, if it is not finite.
 
-    What is added up is looked at by the server: under masks others would see that this party has refused.
+    A summand is checked by the server: under masks, others would see that this party has refused.
     """
     if party.value is not Summand:
         _check_finite(proposal.sent, party.part.name, iteration)
@@ -318,7 +320,7 @@ def _check_finite(value: Tensor, name: str, iteration: Iteration) -> None:
         )
 
 
-def _hear(server: ServerNode, rank: int, value: Value | Summand, iteration: Iteration) -> None:
+def _store(server: ServerNode, rank: int, value: Value | Summand, iteration: Iteration) -> None:
     """Store a party's value; raise ValueError, before any node has moved, if a summand is not finite."""
     if isinstance(value, Summand):
         _check_finite(value.value, f"number {rank}", iteration)
@@ -328,14 +330,14 @@ def _hear(server: ServerNode, rank: int, value: Value | Summand, iteration: Iter
 def _finish(
     party: PartyNode, protocol: Protocol, iteration: Iteration, proposal: Proposal, local_steps: int, late: bool
 ) -> Half:
-    """Hear of the others and move, from the parameters as they are now where that is `late`."""
+    """Receive the gradients and take the steps; a `late` proposal is made anew with the present parameters."""
     if late:
         proposal = party.propose(iteration)._replace(sent=proposal.sent)
     yield from protocol.party(party, proposal, iteration.rate, local_steps)
 
 
 def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps: int, summed: bool) -> Half:
-    """Send values, each once the last is answered, until the server ends the protocol."""
+    """Send values, each after the last is answered, until the server ends the protocol."""
     for iteration in iterations:
         _check_clocked(party, iteration)
         proposal = party.propose(iteration)
@@ -353,8 +355,8 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration], *, tick: fl
     Args:
         server: the node, trained in place.
         iterations: the same at every node; by the clock the ticks.
-        tick: seconds after which the server goes on by its clock, with the last value of who is late; None waits for
-            all. The half then returns who was heard in each tick, lists of numbers of parties from 0 on.
+        tick: seconds after which the server proceeds by its clock, with the last values of late parties; None waits
+            for all. With ticks, the half returns for each tick a list of the parties answered, from 0 on.
 
     Raises:
         ValueError: as `party_half` does; or a tick that is not positive.
@@ -367,7 +369,7 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration], *, tick: fl
     >>> endless = lambda: (Iteration(step=step) for step in itertools.count())
     >>> halves = {0: server_half(server, [Iteration(step=step) for step in range(2)], tick=0.5)}
     >>> results, _ = together(halves | {party.index: party_half(party, endless(), clocked=True) for party in parties})
-    >>> results[0]  # nobody is late here
+    >>> results[0]  # no party is late waiting
     [[0, 1], [0, 1]]
     """
     watched = tracked(iterations, "Vertical training", unit="iteration")
@@ -383,36 +385,36 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
     if protocol_of(server) is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
     every = range(1, len(server.values) + 1)
-    here: set[int] = set()  # parties that wait for an answer
+    waiting: set[int] = set()  # parties that wait for an answer
     answered_in: list[list[int]] = []
     for tick in ticks:
         _check_clocked(server, tick)
-        drawn, away = server.draw(tick), tuple(rank for rank in every if rank not in here)
+        drawn, away = server.draw(tick), tuple(rank for rank in every if rank not in waiting)
         likes = tuple(server.expected(rank - 1, drawn) for rank in away)
         came = yield Receive(away, None, likes=likes, seconds=seconds)
         for rank, value in came.messages.items():
-            _hear(server, rank, value, tick)
-        here.update(came.messages)
+            _store(server, rank, value, tick)
+        waiting.update(came.messages)
         complete = all(value is not None for value in server.values)
-        answered = sorted(here) if complete else []
+        answered = sorted(waiting) if complete else []
         answered_in.append([rank - 1 for rank in answered])
         if complete:
             for rank in answered:
                 yield Send(rank, _MORE)
             yield from protocol_of(server).server(server, drawn, answered, tick.rate)
-            here.clear()
+            waiting.clear()
     for rank in every:
-        if rank not in here:  # its value comes to nothing
+        if rank not in waiting:  # its value is received and not used
             yield Receive(rank, server.expected(rank - 1, server.draw(Iteration())))
         yield Send(rank, More(torch.zeros_like(_MORE.more)))
     return answered_in
 
 
 def _check_clocked(node: ServerNode | PartyNode, iteration: Iteration) -> None:
-    """Raise ValueError for what nodes know of an iteration only where they go on together."""
+    """Raise ValueError for noise, rows or active parties, which nodes share only in synchronous iterations."""
     if iteration.noise is not None or iteration.rows is not None or iteration.active is not None:
         raise ValueError(
-            "Expected iterations of a step and a rate alone by the clock, where nodes do not go on together, but got "
+            "Expected iterations of a step and a rate alone by the clock, where nodes are not synchronous, but got "
             "noise, rows or active parties"
         )
     if node.part.key is None:
@@ -425,7 +427,7 @@ def _iterated(server: ServerNode, iteration: Iteration) -> Half:
     ranks = [rank for rank, takes_part in enumerate(active, start=1) if takes_part]
     drawn = server.draw(iteration)
     for rank in ranks:
-        _hear(server, rank, (yield Receive(rank, server.expected(rank - 1, drawn))), iteration)
+        _store(server, rank, (yield Receive(rank, server.expected(rank - 1, drawn))), iteration)
     yield from protocol_of(server).server(server, drawn, ranks, iteration.rate)
 
 
@@ -437,11 +439,11 @@ def exchange(
     Args:
         server: the server.
         parties: all parties.
-        iteration: what all know of it; the server goes on with what it last heard of idle parties.
+        iteration: as all nodes know it; of idle parties the server uses the last values.
         local_steps: steps that a party takes per exchange.
 
     Raises:
-        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+        ValueError: an idle party that has sent no value yet, or idle parties with minibatches, whose rows would differ.
     """
     if any(party.response_shared != server.response_shared for party in parties):
         raise ValueError("Expected one answer to response_shared from server and parties, but got different ones")
@@ -451,11 +453,11 @@ def exchange(
 
 
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:
-    """Draw which parties take part in each iteration: at random, but nobody is away more than `delay` times running.
+    """Draw which parties take part in each iteration, at random; none is idle more than `delay` times in a row.
 
     Args:
         parties: J.
-        delay: the largest age of what the server knows of a party, in iterations.
+        delay: the largest age of a party's value at the server, in iterations.
         probability: with which a party takes part.
         key: of the draws.
 

@@ -1,8 +1,8 @@
-"""Server and parties: each with its part of the model, its own data and optimiser, and nothing of the others'.
+"""Server and parties: each has its own part of the model, data and optimiser, and nothing of the others'.
 
-Messages are `NamedTuple`s of tensors; who sends which to whom and when is in `iteration`. What a node draws and
-computes in an iteration is a value (`Drawn`, `Proposal`); a node itself keeps its parameters, its optimiser's state
-and the messages that outlive an iteration, and all of that is its `state_dict`."""
+Messages are `NamedTuple`s of tensors; `iteration` defines when they are sent, and between which nodes. The draws and
+the results of a node in an iteration are values (`Drawn`, `Proposal`). The node itself holds its parameters, its
+optimiser's state and the messages that outlive an iteration; together these are its `state_dict`."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fedtorch.vfl.rows.data import VerticalData
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _PART = Learns(
-    "the party's part of each row's predictor in each step, of which an inversion finds features; over steps the noise "
-    "ρ of a model averages away",
+    "the party's part of each row's predictor in each step, from which an inversion recovers features; the noise ρ of "
+    "a model averages out over steps",
     "attacks.split.split_inversion",
     "masked_party, where the server needs the sum alone",
 )
 _LABELS = Learns(
-    "the labels, all of two classes from the first step on, whatever the noise ρ; and with them the sum of the others' "
-    "parts of each row's predictor, of two parties the other's, masks or not",
+    "the labels, with two classes all of them from the first step on, whatever the noise ρ; and with them the sum of "
+    "the others' parts of each row's predictor, with two parties the other's part, under masks or not",
     "attacks.guessed_labels",
     "privacy.noised_gradients at ε of 1 or less",
 )
 _OTHERS = Learns(
-    "to a party that has the response, what the others' parts of each row's predictor add up to, of two parties the "
-    "other's; back to the server, gradients by it"
+    "to a party that has the response, the sum of the others' parts of each row's predictor, with two parties the "
+    "other's part; back to the server, the gradients with respect to it"
 )
 
 
@@ -59,7 +59,8 @@ class Iteration(NamedTuple):
         """Return which parties take part, given which of them have sent a value before.
 
         Raises:
-            ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+            ValueError: an idle party that has sent no value yet, or idle parties with minibatches, whose rows would
+                differ.
         """
         active = [True] * len(has_sent) if self.active is None else list(self.active)
         if not all(active) and (self.rows is not None or not all(a or known for a, known in zip(active, has_sent))):
@@ -70,7 +71,7 @@ class Iteration(NamedTuple):
 @tells(_PART)
 @without_rows
 class Value(NamedTuple):
-    """Up: what a party contributes to the predictor."""
+    """Up: a party's contribution to the predictor."""
 
     value: Tensor  # (B, M, C, n) z_j, or η_j in plain networks
 
@@ -78,7 +79,7 @@ class Value(NamedTuple):
 @tells(_PART)
 @without_rows
 class Summand(NamedTuple):
-    """Up: what a party contributes to a predictor of which the server needs the sum alone."""
+    """Up: a party's contribution to a predictor, of which the server needs the sum alone."""
 
     value: Tensor  # (B, M, C, n) z_j, or η_j with `sums` and in plain networks
 
@@ -86,7 +87,7 @@ class Summand(NamedTuple):
 @tells(_LABELS)
 @without_rows
 class Gradient(NamedTuple):
-    """Down: the gradient of the others' terms with respect to what the party sent."""
+    """Down: the gradient of the others' terms of the bound with respect to the party's value."""
 
     gradient: Tensor  # (B, M, C, n)
 
@@ -94,7 +95,7 @@ class Gradient(NamedTuple):
 @tells(_OTHERS)
 @without_rows
 class Share(NamedTuple):
-    """Down, to a party that evaluates the likelihood; and up, the gradients with respect to it."""
+    """Down: the predictor, for a party that evaluates the likelihood; and up: the gradients with respect to it."""
 
     predictor: Tensor  # (B, M, C, n) intercept + offset + Σ z, in the power model of the others
     shared: Tensor  # (B, M, S)
@@ -103,7 +104,7 @@ class Share(NamedTuple):
 
 @without_rows
 class Drawn(NamedTuple):
-    """Draws of a node for an iteration."""
+    """A node's rows, noise and draw of its parameters in an iteration."""
 
     rows: VerticalData
     noise: Noise
@@ -112,17 +113,17 @@ class Drawn(NamedTuple):
 
 @without_rows
 class Proposal(NamedTuple):
-    """A party's values in an iteration before the server's answer, with a graph to its parameters."""
+    """A party's values in an iteration, before the server's answer, with a graph to its parameters."""
 
     drawn: Drawn
-    value: Tensor  # (B, M, C, n) what it contributes
+    value: Tensor  # (B, M, C, n) its contribution to the predictor
     eta: Tensor  # (B, M, C, n) η_j
     terms: Tensor  # (B, M) its terms of the bound, without log q(θ_j)
-    sent: Tensor  # (B, M, C, n) the value that the server has heard, without a graph
+    sent: Tensor  # (B, M, C, n) the value that the server has received, without a graph
 
 
 def value_of(part: Part) -> type[Value] | type[Summand]:
-    """Return the kind of message that goes up first: a summand where the server takes no party's value apart."""
+    """Return the type of a party's first message: `Summand` if the server needs the sum alone, otherwise `Value`."""
     apart = part.model.power and part.guide.auxiliary.party is not None
     return Summand if part.model.combine is summed and not apart else Value
 
@@ -148,7 +149,7 @@ class _Node:
 
     @property
     def value(self) -> type[Value] | type[Summand]:
-        """Return the kind of message that goes up first."""
+        """Return the type of a party's first message."""
         return value_of(self.part)
 
     def draw(self, iteration: Iteration) -> Drawn:
@@ -159,7 +160,7 @@ class _Node:
         return Drawn(rows, noise, self.draw_theta(noise))
 
     def draw_theta(self, noise: Noise) -> Tensor:
-        """Return θ (or γ) for this noise, by the parameters as they are."""
+        """Return θ (or γ) for this noise and the present parameters."""
         return draw_own(self.model, self.guide, self.index, self.q["theta"], noise.theta[self.index])
 
     def minus_log_q(self, theta: Tensor) -> Tensor:
@@ -168,11 +169,11 @@ class _Node:
         return self.model.masked(-family.log_density(fixed(self.guide, self.q["theta"]), theta), 0.0)
 
     def check(self, data: VerticalData) -> None:
-        """Raise `ValueError` unless the data are what this node needs."""
+        """Raise `ValueError` unless the data suit this node."""
         raise NotImplementedError
 
     def scaled(self, objective: Tensor) -> Tensor:
-        """Return the objective, divided by the sum of the rows' weights where the node maximises it per row."""
+        """Return the objective, divided by the sum of the rows' weights if the node maximises it per row."""
         return objective / self._total.to(objective).reshape(-1, 1) if self.per_row else objective
 
     def messages(self) -> dict[str, Tensor]:
@@ -184,14 +185,14 @@ class _Node:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that changes at this node while it is trained, flat, in memory of its own."""
+        """Return the state that training changes, flat, in tensors that share no memory with the node."""
         flat = {f"part.{name}": leaf for name, leaf in self.part.state_dict().items()}
         flat |= {f"optimizer.{name}": leaf for name, leaf in checkpoint.pack(self.optimizer.state_dict()).items()}
         flat |= {f"messages.{name}": leaf for name, leaf in self.messages().items()}
         return {name: leaf.detach().clone() for name, leaf in flat.items()}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go on, bit by bit, from what `state_dict` of a node like this one returned."""
+        """Restore, bit by bit, the state that `state_dict` of a node like this one returned."""
         device = next(self.part.buffers()).device
         self.part.load_state_dict(below("part.", flat))
         self.optimizer.load_state_dict(checkpoint.unpack(below("optimizer.", flat)))
@@ -199,20 +200,20 @@ class _Node:
 
 
 class PartyNode(_Node):
-    """One party: its features and its part.
+    """A party: its features and its part of the model.
 
     Args:
         part: its part of a model, which it trains in place.
-        data: what the party may know: its own features as the only ones, the rows' weights and, as the only column of
-            `present`, which it has; the response where the party has to know it, otherwise NaN.
-        response_shared: whether the parties find the likelihood's gradient themselves; as at the server.
+        data: the party's features only, the rows' weights, one column of `present` with the rows that it has, and the
+            response, NaN unless the party has to know it.
+        response_shared: whether the parties compute the likelihood's gradient themselves; as at the server.
         optimizer: from parameters to an optimiser.
         per_row: whether the bound is divided by the weights' sum; as at the server.
 
     Attributes:
         has_sent: whether this party has sent a value to the server.
-        history: a digest of all messages that `party_half` has received for this party, in their order; part of its
-            state, so that a party that goes back to an earlier state goes back to the history of then.
+        history: a digest of all messages that `party_half` has received for this party, in their order. It is part of
+            the party's state: restoring an earlier state restores the history of then.
 
     Raises:
         ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
@@ -237,7 +238,7 @@ class PartyNode(_Node):
     history = bytes(32)
 
     def check(self, data: VerticalData) -> None:
-        """Raise `ValueError` unless the data are what this party needs."""
+        """Raise `ValueError` unless the data suit this party."""
         data.check_known()
         check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
         evaluates = self.response_shared or (self.model.power and self.guide.auxiliary.party is not None)
@@ -249,7 +250,7 @@ class PartyNode(_Node):
         return iteration.taking_part([self.has_sent] * len(self.model.predictors))[self.index - 1]
 
     def propose(self, iteration: Iteration) -> Proposal:
-        """Draw θ_j and z_j, and compute what this party contributes."""
+        """Draw θ_j and z_j, and compute this party's contribution to the predictor."""
         drawn = self.draw(iteration)
         return self._proposed(drawn._replace(rows=drawn.rows.of_party(0)))
 
@@ -268,14 +269,14 @@ class PartyNode(_Node):
         rate: float | None = None,
         local_steps: int = 1,
     ) -> None:
-        """Move up the bound, once or several times with this iteration's draws.
+        """Take one or several steps up the bound, with this iteration's draws.
 
         Args:
             proposal: of the iteration.
-            gradient: of the others' terms by what this party sent, which they have divided by the weights' sum.
+            gradient: of the others' terms with respect to this party's value, already divided by the weights' sum.
             likelihood: this party's copy of the likelihood, `(B, M)`.
             rate: learning rate; the optimiser's own by default.
-            local_steps: how many steps it takes.
+            local_steps: number of steps.
         """
         for step in range(local_steps):
             if step:
@@ -303,7 +304,7 @@ class PartyNode(_Node):
         return {"has_sent": torch.tensor(self.has_sent), "history": torch.tensor(list(self.history), dtype=torch.uint8)}
 
     def load_messages(self, flat: Mapping[str, Tensor]) -> None:
-        """Replace what `messages` returned."""
+        """Restore the state that `messages` returned."""
         self.has_sent, self.history = bool(flat["has_sent"]), bytes(flat["history"].tolist())
 
 
@@ -312,8 +313,8 @@ class ServerNode(_Node):
 
     Args:
         part: its part of a model, which it trains in place.
-        data: response, offset and weights; its features are not looked at.
-        response_shared: whether the parties know y and find the likelihood's gradient themselves.
+        data: response, offset and weights; features are not used.
+        response_shared: whether the parties know y and compute the likelihood's gradient themselves.
         optimizer: from parameters to an optimiser.
         per_row: whether the bound is divided by the weights' sum.
 
@@ -324,7 +325,7 @@ class ServerNode(_Node):
         terms: its terms of the bound in the last iteration, `(B, M)`; None where the parties evaluate the likelihood.
 
     Raises:
-        ValueError: a response that the likelihood does not have.
+        ValueError: a response that the likelihood does not accept.
 
     >>> import torch, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1)], rho=1.0)
@@ -332,7 +333,7 @@ class ServerNode(_Node):
     >>> from fedtorch.vfl.fit.part import parts
     >>> part = parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[0]
     >>> server = ServerNode(part, VerticalData((), torch.tensor([1.0, 2.0, 3.0])))
-    >>> server.expected(0, server.draw(Iteration())).value.shape  # what the party has to send
+    >>> server.expected(0, server.draw(Iteration())).value.shape  # of the value that the party has to send
     torch.Size([1, 1, 1, 3])
     """
 
@@ -353,16 +354,16 @@ class ServerNode(_Node):
         self.batch: Tensor | None = None
 
     def draw(self, iteration: Iteration) -> Drawn:
-        """Return an iteration's rows, noise and draw of γ, and note which rows they are."""
+        """Return an iteration's rows, noise and draw of γ, and record its rows in `batch`."""
         self.batch = iteration.rows
         return super().draw(iteration)
 
     def check(self, data: VerticalData) -> None:
-        """Raise `ValueError` unless the likelihood has the response."""
+        """Raise `ValueError` unless the likelihood accepts the response."""
         check_response(self.model.likelihood, data)
 
     def expected(self, party: int, drawn: Drawn) -> Value | Summand:
-        """Return the shapes of the value of a party, from 0 on."""
+        """Return a value of the shapes that a party, from 0 on, has to send."""
         outputs, rows = self.model.outputs[party + 1], drawn.rows.response.shape[-1]
         return self.value(drawn.theta.new_zeros(*drawn.theta.shape[:2], outputs, rows))
 
@@ -371,7 +372,7 @@ class ServerNode(_Node):
         return [value.value for value in self.values if value is not None]
 
     def messages(self) -> dict[str, Tensor]:
-        """Return the last messages of all parties, with which an iteration without some of them goes on."""
+        """Return the last messages of all parties, which an iteration without some of the parties uses."""
         flat: dict[str, Tensor] = {}
         for name, messages in (("values", self.values), ("answers", self.answers)):
             for j, message in enumerate(messages):
@@ -380,7 +381,7 @@ class ServerNode(_Node):
         return flat
 
     def load_messages(self, flat: Mapping[str, Tensor]) -> None:
-        """Replace what `messages` returned."""
+        """Restore the state that `messages` returned."""
         for j in range(len(self.values)):
             value, answer = below(f"values.{j}.", flat), below(f"answers.{j}.", flat)
             self.values[j] = self.value(**value) if value else None

@@ -1,4 +1,4 @@
-"""A vertical fit among nodes in this process, with the verbs of `ft.Run`."""
+"""A vertical fit among nodes in this process, with the methods of `ft.Run`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_TICK = 1.0  # seconds, which nobody waits in one process
+_TICK = 1.0  # seconds; within one process no tick waits
 
 
 def _everybody(number: int) -> Iteration:
@@ -33,19 +33,19 @@ def _everybody(number: int) -> Iteration:
 
 
 class NodesRun(VerticalRun):
-    """A fit among nodes: every iteration exchanges the messages that it would take between organisations, counted.
+    """A fit among nodes in this process, which counts the messages that organisations would exchange.
 
     Args:
         server: the server.
         parties: all parties.
-        iteration: what all know of an iteration, from its number; by default every node draws its own noise.
+        iteration: from its number to the iteration as all nodes know it; by default every node draws its own noise.
         local_steps: steps that a party takes per exchange.
-        delays: (party, from 0 on, number of its message) -> ticks of the server's clock by which the message is late;
-            the server then goes on with the last values that it has, see `fedtorch.vfl.nodes.clock`. Every node draws
-            its own noise, and an iteration is a tick, whose active parties are those that were heard of.
+        delays: (party, from 0 on, number of its message) -> ticks of the server's clock by which the message is late.
+            The server does not wait, but uses the last values, see `fedtorch.vfl.nodes.clock`. Every node draws its
+            own noise; an iteration is a tick, and its active parties are those whose values arrived.
 
     Raises:
-        ValueError: delays with an `iteration` of one's own, a power model, or parts that draw no noise of their own.
+        ValueError: delays together with `iteration`, a power model, or parts that draw no noise of their own.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,7 +58,7 @@ class NodesRun(VerticalRun):
         >>> fit.history["train_loss"].is_monotonic_decreasing
         True
         >>> late = ft.vfl.NodesRun(*network.nodes(data), delays=lambda party, number: 3 if party == 1 else 0)
-        >>> [round.ids.tolist() for round in late.rounds(6)]  # at first it has to hear of everybody
+        >>> [round.ids.tolist() for round in late.rounds(6)]  # no tick before the first value of every party
         [[], [], [], [0, 1], [0], [0]]
     """
 
@@ -101,10 +101,10 @@ class NodesRun(VerticalRun):
         return Iterated(self._report(), active, *traffic)
 
     def disclosure(self, brief: bool = False) -> pd.DataFrame:
-        """Return what leaves each node in an iteration, field by field, as `ft.Run.disclosure` does of a round.
+        """Return the fields that leave each node in an iteration, as `ft.Run.disclosure` does for a round.
 
-        It follows from the messages of the next iteration, which is done for it and undone. What sites of a
-        `FederatedParty` tell their party is not among them.
+        The next iteration is run for this and undone. Messages between a `FederatedParty` and its sites are not
+        included.
 
         Args:
             brief: whether fields that are alike have one row, which names the first of them in `fields`.
@@ -121,15 +121,15 @@ class NodesRun(VerticalRun):
             1  gradient  (1, 1, 1, 3)  the server     exact     a party
         """
         before, terms = self._state(), self.server.terms
-        called = {0: "the server", **{party.index: "a party" for party in self.parties}}
+        names = {0: "the server", **{party.index: "a party" for party in self.parties}}
         try:
-            return disclosure(self._halves(), called, brief)
+            return disclosure(self._halves(), names, brief)
         finally:
             self._load(before)
             self.server.terms = terms
 
     def _halves(self) -> dict[int, Half]:
-        """Return the halves of the next iteration; by the clock those of a tick in which nobody is late."""
+        """Return the halves of the next iteration; by the clock, those of a tick in which no party is late."""
         clocked = self.clock is not None
         mine = [Iteration(step=self.number) if clocked else self.iteration(self.number)]
         halves = {0: server_half(self.server, mine, tick=_TICK if clocked else None)}

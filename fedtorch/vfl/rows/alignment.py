@@ -1,39 +1,42 @@
-r"""Private set intersection: which rows parties share, without showing each other the rest.
+r"""Private set intersection: parties find the rows that they share, and do not show each other the others.
 
-The Diffie–Hellman construction on the curve P-256. An identifier is hashed to a point P, the leader has a secret a and
-a member a secret b; the member sends bP of its rows, the leader aP of its own, and the member returns b(aP). The leader
-computes a(bP) and compares: equal points are equal identifiers, and points of rows that the other lacks look random
-(decisional Diffie–Hellman). Members then hear the places of the common rows in their own list.
+This is the Diffie–Hellman construction on the curve P-256. An identifier is hashed to a point P; the leader has a
+secret a and a member a secret b. The member sends bP for each of its rows, the leader aP for each of its own, and the
+member returns b(aP). The leader computes a(bP) and compares: equal points are equal identifiers, and points of rows
+that the other lacks look random (decisional Diffie–Hellman). The leader then sends each member the positions of the
+common rows in the member's own list.
 
-- *Points* are what `cryptography` offers: a point is given by its x-coordinate, `SHA-256(context, counter, identifier)`
-  with the first counter for which OpenSSL finds a point of that x (try and increment; every second x has one), and
-  multiplied by ECDH, which returns the x-coordinate of the product. Both signs of a point give the same x, so that
-  :math:`x(a \cdot bP) = x(b \cdot aP)`. The group has prime order, so there is no small subgroup to leak into, and
-  every received x is refused unless it is on the curve. (The older construction, X25519 of a hash as u-coordinate, lets
-  half of the hashes fall on the curve's twist. Its group is as hard, but which of the two a blinded point is on stays
-  visible, one bit of every row, and clamping makes secrets multiples of the cofactor; it is not used here.)
-- *The leader learns* how many rows each member has, and for its own rows which member has them. *A member learns* how
-  many rows the leader has, how many it has in common with all required members, and which of its own rows are among
-  these. Who carries messages learns all sizes. With two parties the leader learns of no row but the common ones; with
-  more, a row that one member has and another lacks is left out, and the leader knows who has it. Protocols that hide
-  that compare all lists at once, by oblivious programmable pseudorandom functions (Kolesnikov, Matania, Pinkas,
-  Rosulek, Trieu, CCS 2017, with 72 s for five parties of 2²⁰ rows), which `cryptography` has none of; and `required=`
-  needs to know it.
+- *Points* are computed with `cryptography`. A point is given by its x-coordinate,
+  `SHA-256(context, counter, identifier)`, with the first counter for which OpenSSL finds a point of that x (try and
+  increment; every second x has one). ECDH multiplies it and returns the x-coordinate of the product. Both signs of a
+  point give the same x, so that :math:`x(a \cdot bP) = x(b \cdot aP)`. The group has prime order, so no small subgroup
+  leaks anything, and every received x is refused unless it is on the curve. (An older construction takes X25519 of a
+  hash as u-coordinate. Half of its hashes fall on the curve's twist. The twist's group is as hard, but on which of the
+  two a blinded point lies stays visible, one bit of every row, and clamping makes secrets multiples of the cofactor.
+  It is not used here.)
+- *The leader learns* how many rows each member has, and which members have each of its own rows. *A member learns* how
+  many rows the leader has, how many of these all required members have too, and which of its own rows are among them.
+  Whoever carries messages learns all sizes. With two parties the leader learns of no rows but the common ones. With
+  more parties, a row that one member has and another lacks is left out, and the leader knows who has it. Protocols that
+  hide this compare all lists at once, by oblivious programmable pseudorandom functions (Kolesnikov, Matania, Pinkas,
+  Rosulek, Trieu, CCS 2017: 72 s for five parties of 2²⁰ rows), which `cryptography` does not have; and `required=`
+  depends on this knowledge.
 - *The common order* is not that of the leader's table, which may be sorted by the label. Where all members are
-  required it is that of the identifiers, which all of them know. Otherwise it would say between which identifiers those
-  lie that a member lacks; then it is drawn from the system's entropy, and `intersect`, where nobody hides anything,
-  puts it back. A server that is not the leader sees rows in this order, too.
+  required, rows are sorted by identifier, and all parties know all these identifiers. Otherwise the sorted order would
+  show a member between which of its identifiers the ones lie that it lacks. So the order is then drawn from the
+  system's entropy; `intersect`, which holds all parties' data in one process, restores the sorted order. A server that
+  is not the leader sees rows in the common order, too.
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
-  two systems may write for one name; nothing else is folded, neither case nor blanks.
-- *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. A
-  leader that does not keep to the protocol may send sums of points, each of which confirms several identifiers of a
-  small domain. What is longer is refused before it is read. All others follow the protocol: who puts guessed
-  identifiers into its list learns whether the other has them, and no such protocol can prevent it. Secrets come from
-  the operating system, are new in each alignment and are not reproducible; which rows are common does not depend on
-  them. Hashing takes a time that depends on the identifier.
+  two systems may write for one name. Nothing else is normalised, neither case nor blanks.
+- *Limits.* A holder multiplies at most `most` points of others in all requests together, and, by `limit`, at most so
+  many a day whoever asks and however often, because every point that it multiplies is a guess that the other party can
+  test. A leader that violates the protocol may send sums of points, each of which confirms several identifiers of a
+  small domain. A message with more points is refused before it is read. Apart from this the protocol trusts the
+  parties to follow it. A party that puts guessed identifiers into its list learns whether the other has them, and no
+  such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
+  reproducible; which rows are common does not depend on them. The time of hashing depends on the identifier.
 
-The leader is the party with the labels, usually. `Holder.leading` and `Holder.following` are the halves of the protocol
+The leader is usually the party with the labels. `Holder.leading` and `Holder.following` are the halves of the protocol
 for any driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
 
 References: Huberman, Franklin, Hogg, "Enhancing privacy and trust in electronic communities", EC 1999; Meadows, "A more
@@ -99,13 +102,13 @@ class Intersection(NamedTuple):
 
 
 class Holder:
-    """Identifiers, a secret, and the order in which they are sent.
+    """A party's identifiers in an alignment, with its secret and the order in which it sends them.
 
     Args:
         identifiers: one per row.
         name: for error messages.
-        most: so many points of others are multiplied by the secret at most, in all requests together.
-        limit: of points in all alignments; None for any number.
+        most: how many points of others are multiplied by the secret at most, in all requests together.
+        limit: of points a day, over all alignments; None for no limit.
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
@@ -133,15 +136,15 @@ class Holder:
         secrets.SystemRandom().shuffle(self.order)
 
     def own_points(self) -> Points:
-        """Return own identifiers, hashed and blinded, in a secret order."""
+        """Return this party's identifiers, hashed and blinded, in a secret order."""
         rows = tracked(self.order, _BLINDING, unit="row")
         return Points(_stack(self._times(_hash_to_point(self.identifiers[row])) for row in rows))
 
     def blind(self, points: Points) -> Points:
-        """Multiply the other's points by one's own secret, in the order that they came in.
+        """Multiply the other party's points by this party's secret, in the order received.
 
         Raises:
-            ValueError: something that is not a point of the curve, or more points than are still taken.
+            ValueError: coordinates that are not of points of the curve, or more points than the limits still allow.
         """
         if len(points.x) > self.most:
             raise ValueError(
@@ -155,15 +158,15 @@ class Holder:
         return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
 
     def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
-        """Return where each own row is in a member's list, −1 where it is not, `(n,)`, as the leader learns it.
+        """Return the position of each of the leader's rows in a member's list, −1 where the member lacks it, `(n,)`.
 
         Args:
             member: its name.
-            theirs: what it sent of its own.
-            returned: one's own points as it sent them back.
+            theirs: the member's blinded points.
+            returned: the leader's points as the member sent them back.
 
         Raises:
-            ValueError: another number of points than were sent, one twice, or points that are not on the curve.
+            ValueError: another number of points than was sent, a point twice, or points that are not on the curve.
         """
         if len(returned.x) != len(self.order):
             raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
@@ -176,7 +179,7 @@ class Holder:
         return positions
 
     def rows(self, positions: Positions) -> Tensor:
-        """Return own rows in the common order, −1 where there is none, `(m,)`, as a member learns them.
+        """Return this member's rows in the common order, −1 for rows that it lacks, `(m,)`.
 
         Raises:
             ValueError: a position out of range, or one twice.
@@ -190,10 +193,10 @@ class Holder:
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
     def digest(self, rows: Tensor) -> bytes:
-        """Return 32 bytes of the identifiers of rows in their order, the same at all parties with the same rows.
+        """Return a hash of the identifiers of rows in their order, 32 bytes, equal at all parties with the same rows.
 
-        At the end of the `run=` of `fedtorch.sites.secure.masked_party` it makes the parties refuse a sum where a
-        leader has told them different rows. Whoever reads their signed messages can test a guess of the whole list.
+        Put it at the end of the `run=` of `fedtorch.sites.secure.masked_party`: then the parties refuse a sum if a
+        leader has sent them different rows. Whoever reads their signed messages can test a guess of the whole list.
 
         Args:
             rows: `(m,)` as `following` and `leading` return them.
@@ -217,7 +220,7 @@ class Holder:
         """Run a member's half; return its rows in the common order.
 
         Args:
-            leader: the name of the party that compares.
+            leader: the name of the leader.
         """
         yield Send(leader, self.own_points(), rows=True)
         points = yield Receive(leader, _POINTS, rows=True, most=self.most)
@@ -225,9 +228,9 @@ class Holder:
         return self.rows((yield Receive(leader, _POSITIONS, rows=True, most=len(points.x))))
 
     def leading(self, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
-        """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
+        """Run the leader's half; return its own rows in the common order.
 
-        The order is that of the identifiers, or one by chance where not all members are required.
+        Rows are sorted by identifier, or shuffled where not all members are required.
 
         Args:
             members: their names.
@@ -279,7 +282,7 @@ def intersect(
 
     Args:
         identifiers: of every party, by name.
-        leader: the name of the one that compares; the common order is that of its identifiers.
+        leader: the name of the leader; the common order is that of its identifiers.
         required: members without which a row is left out; all by default.
 
     Raises:
@@ -326,7 +329,7 @@ def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
 
 
 def _hash_to_point(identifier: str) -> ec.EllipticCurvePublicKey:
-    """Return the point of an identifier: the first of its hashes that is the x-coordinate of one."""
+    """Return the x-coordinate of an identifier's point: the first of its hashes that is one of a point."""
     text = identifier.encode()
     for counter in range(256):
         x = hashlib.sha256(_CONTEXT + bytes([counter]) + text).digest()

@@ -1,11 +1,11 @@
-"""A daily limit on the identifiers that others may test at a party, counted in a file over alignments and processes.
+"""A daily limit on the identifiers that others may test at a party, counted in a file across alignments and processes.
 
-Whoever puts guessed identifiers into its list learns which of them a party has, and no intersection can prevent it.
-So a party says how many points a day it answers. Who keeps to the protocol tests one identifier by a point; who sends
-sums of points may test several identifiers of a small domain by one. Within 24 hours nearly twice as many pass, those
-that were left and those that come back meanwhile:
+A party that puts guessed identifiers into its list learns which of them another party has, and no intersection can
+prevent it. So a party limits how many points it answers a day. One point tests one identifier, or, for a party that
+violates the protocol by sending sums of points, several identifiers of a small domain. The limit is a bucket that
+refills over the day, so that nearly twice as many points pass within 24 hours: a full bucket, and its refill.
 
-    limit = DailyLimit("guesses.json", 20_000)           # about what the other's honest list is long
+    limit = DailyLimit("guesses.json", 20_000)           # about the length of the other party's true list
     Holder(identifiers, "clinic", limit=limit).following("leader")
 """
 
@@ -23,12 +23,12 @@ _SECONDS = 30.0  # for another process that counts
 
 
 class DailyLimit:
-    """A limit on the identifiers of others: so many at once, and as many again in the course of each day.
+    """A limit on the identifiers that others test: `a_day` at once, and as many again in the course of each day.
 
     Args:
-        path: of the file with the count; none yet has counted nothing.
-        a_day: identifiers, one a point.
-        now: seconds since 1970. A clock that is set back gives nothing until it has caught up.
+        path: of the file with the count; where there is no file yet, nothing has been counted.
+        a_day: identifiers a day, one a point.
+        now: seconds since 1970. After the clock is set back, nothing is refilled until it has caught up.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -45,14 +45,14 @@ class DailyLimit:
         self.path, self.a_day, self._now = Path(path), a_day, now
 
     def take(self, count: int, name: str) -> None:
-        """Count identifiers that are tested, before anything is answered.
+        """Count identifiers to be tested, before any of them is answered.
 
         Args:
             count: of identifiers.
             name: of the party, for the message.
 
         Raises:
-            ValueError: they are more than are left, or the file has something else in it; nothing is counted.
+            ValueError: more identifiers than are left, of which none is counted; or a file that holds no count.
         """
         files.private_folder(self.path.parent)
         with files.private_lock(f"{self.path}.lock", _SECONDS):

@@ -1,4 +1,4 @@
-"""Aligned rows: the parties' features, and what the server (and perhaps the parties) know of them.
+"""Aligned rows: the parties' features, and the response, offset and weights.
 
 What does not differ over the batch (folds × models × seeds) has no leading dimension.
 
@@ -65,7 +65,7 @@ class VerticalData(_Fields):
         return made
 
     def __repr__(self) -> str:
-        """Return a line that a log may have: shapes, and no row."""
+        """Return a line that is safe to log: shapes, and no row."""
         shapes = [tuple(x.shape) for x in self.features]
         return one_line(partial(call, "VerticalData", [f"features={shapes}"], dict(zip(self._fields[1:], self[1:]))))
 
@@ -76,7 +76,7 @@ class VerticalData(_Fields):
 
     @property
     def total(self) -> Tensor:
-        """The rows that count: the sum of all rows' weights, also of those a minibatch leaves out, `()` or `(B,)`."""
+        """The sum of all rows' weights, with those that a minibatch leaves out, `()` or `(B,)`."""
         if self.weight_total is not None:
             return self.weight_total
         if self.weight is None:
@@ -99,11 +99,11 @@ class VerticalData(_Fields):
 
     def to_dtype(self, dtype: torch.dtype) -> VerticalData:
         """Convert response, offset and weights to this dtype; features keep theirs."""
-        of = lambda value: None if value is None else value.to(dtype)
-        return self._replace(response=self.response.to(dtype), offset=of(self.offset), weight=of(self.weight))
+        convert = lambda value: None if value is None else value.to(dtype)
+        return self._replace(response=self.response.to(dtype), offset=convert(self.offset), weight=convert(self.weight))
 
     def take(self, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-        """Return the minibatch of these rows, weighted so that its sums are unbiased for those of all rows.
+        """Return the minibatch of these rows, weighted so that its sums are unbiased estimates of those of all rows.
 
         Args:
             rows: `(m,)` indices.
@@ -111,7 +111,7 @@ class VerticalData(_Fields):
         """
         scale = self.response.shape[-1] / len(rows)
         dims = [1] * len(self.features) if row_dims is None else row_dims
-        last = lambda value: None if value is None else value.index_select(-1, rows)
+        select = lambda value: None if value is None else value.index_select(-1, rows)
         if self.weight is None:
             weight = torch.full_like(rows, scale, dtype=torch.promote_types(self.response.dtype, torch.float32))
         else:
@@ -119,7 +119,7 @@ class VerticalData(_Fields):
         return self._replace(
             features=tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(self.features, dims)),
             response=self.response.index_select(-1, rows),
-            offset=last(self.offset),
+            offset=select(self.offset),
             weight=weight,
             present=None if self.present is None else self.present[rows],
             weight_total=self.total,
@@ -150,7 +150,7 @@ class VerticalData(_Fields):
         return self._replace(features=(), present=None)
 
     def check_known(self) -> None:
-        """Raise `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
+        """Raise `ValueError` unless offset, weights and `present` have the rows' shapes, are finite and weights ≥ 0."""
         rows = self.response.shape[-1]
         if not rows:
             raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")

@@ -1,4 +1,4 @@
-"""Parties: who holds which features of which rows, and how rows come together.
+"""Parties, each with its features of its rows, and the alignment of their rows.
 
 >>> clinic = Party("clinic", ["ann", "bob", "cem"], torch.tensor([[1.0], [2.0], [3.0]]), ["age"])
 >>> labels = Party("registry", ["cem", "ann"], response=torch.tensor([1.0, 0.0]))
@@ -70,27 +70,29 @@ class Party:
             )
 
     def __repr__(self) -> str:
-        """Return a line that a log may have: sizes and names of columns, and no identifier, row or label."""
+        """Return a line that is safe to log: sizes and names of columns, and no identifier, row or label."""
         has = {"x": self.x, "features": list(self.features) or None, "response": self.response}
         return one_line(partial(call, "Party", [repr(self.name), f"{len(self.identifiers)} rows"], has))
 
     def distinct(self) -> Party:
-        """Return its rows without those whose identifier came before."""
-        names = [unicodedata.normalize("NFC", identifier) for identifier in self.identifiers]  # as `align` sees them
+        """Return the party with the first row of each identifier only."""
+        names = [
+            unicodedata.normalize("NFC", identifier) for identifier in self.identifiers
+        ]  # as `align` compares them
         first = {name: row for row, name in reversed(list(enumerate(names)))}
         return self.take(torch.tensor(sorted(first.values()), dtype=torch.long))
 
     def take(self, rows: Tensor) -> Party:
-        """Return these rows, in this order, `(m,)`."""
-        of = lambda value: None if value is None else value[rows]
+        """Return the party with these rows `(m,)` only, in this order."""
+        select = lambda value: None if value is None else value[rows]
         names = [self.identifiers[row] for row in rows.tolist()]
-        return dataclasses.replace(self, identifiers=names, x=of(self.x), response=of(self.response))
+        return dataclasses.replace(self, identifiers=names, x=select(self.x), response=select(self.response))
 
     @classmethod
     def from_table(
         cls, table: VerticalTable, identifiers: Sequence[str] | None = None, names: Sequence[str] | None = None
     ) -> list[Party]:
-        """Return the parties of a table whose columns they hold, and one called `labels` that holds the labels only.
+        """Return the parties that hold the columns of a table, and one named `labels` that holds the labels only.
 
         Args:
             table: such as `fedtorch.data.heart_failure()`.
@@ -105,8 +107,8 @@ class Party:
         (['age', 'pulse'], torch.Size([2, 2]), tensor([0, 1]))
         """
         rows = [str(row) for row in range(len(table.y))] if identifiers is None else list(identifiers)
-        called = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
-        parts = zip(called, split_features(table.x, table.parties), table.parties, strict=True)
+        party_names = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
+        parts = zip(party_names, split_features(table.x, table.parties), table.parties, strict=True)
         holders = [cls(name, rows, x, [table.features[c] for c in columns]) for name, x, columns in parts]
         return [*holders, cls("labels", rows, response=table.y)]
 
@@ -127,18 +129,18 @@ class Aligned(NamedTuple):
     data: VerticalData
     names: tuple[str, ...]  # of the parties with features, in the order of `data.features`
     rows: dict[str, Tensor]  # (n,) each party's own rows by its name, −1 where it lacks one
-    bytes: int  # sent for the alignment
+    bytes: int  # that the alignment sent
 
 
 def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) -> Aligned:
     """Align rows by private set intersection; `fedtorch.vfl.rows.alignment` says what each party learns.
 
-    The party with the labels leads, and the common order is that of its identifiers. A row stays if all required
-    parties have it; where another one lacks it, its features are zero and `data.present` says so.
+    The party with the labels leads, and the common order is that of its identifiers. A row is included if all required
+    parties have it. Where another party lacks it, that party's features are zero and `data.present` is False.
 
     Args:
         parties: with distinct names; one of them has the labels.
-        required: names of those without which a row is left out; all by default.
+        required: names of the parties that must have a row for it to be included; all by default.
 
     Raises:
         ValueError: not exactly one party with labels, an unknown name, an identifier twice at one party, or no row in
@@ -147,7 +149,7 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
     Warns:
         LabelLeakageWarning: a feature that determines the label.
     """
-    from fedtorch.vfl.rows.alignment import intersect  # here, because only alignment needs `cryptography`
+    from fedtorch.vfl.rows.alignment import intersect  # imported here, because only alignment needs `cryptography`
 
     leader = _with_labels(parties)
     needed = None if required is None else [name for name in required if name != leader.name]
@@ -167,7 +169,7 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
 
 
 def joined(parties: Sequence[Party]) -> VerticalData:
-    """Join rows that are aligned already, side by side.
+    """Join the features of rows that are aligned already.
 
     Raises:
         ValueError: not exactly one party with labels, different numbers of rows, or identifiers in different orders.
@@ -227,7 +229,7 @@ def _with_labels(parties: Sequence[Party]) -> Party:
 
 
 def _filled(party: Party, rows: Tensor) -> Tensor:
-    """Return its features in the common order, zero where it has none."""
+    """Return the party's features in the common order, zero for rows that it lacks."""
     assert party.x is not None
     values = party.x.new_zeros(len(rows), *party.x.shape[1:])
     values[rows >= 0] = party.x[rows[rows >= 0]]
@@ -235,7 +237,7 @@ def _filled(party: Party, rows: Tensor) -> Tensor:
 
 
 class LabelLeakageWarning(UserWarning):
-    """A party's feature determines the label.
+    """Warning that a party's feature determines the label.
 
     >>> ill = torch.tensor([0.0, 1.0] * 20)
     >>> with warnings.catch_warnings():
@@ -252,11 +254,11 @@ def warn_of_leakage(x: Tensor, response: Tensor, party: str, names: Sequence[str
 
     A column with v distinct values determines the labels where all rows of one value have one label, or where the
     labels follow each other in blocks along its order. Of all arrangements of n labels with class counts :math:`n_c` at
-    most :math:`C^v`, and C! for blocks, do so; where that is a share of less than 10⁻⁶ it is not chance. A real
-    response is determined where it is a linear function of a column.
+    most :math:`C^v`, and C! for blocks, do so; where these are a share of less than 10⁻⁶, the column is not taken to
+    determine the labels by chance. A real response is determined where it is a linear function of a column.
 
     Args:
-        x: `(n, p)`; features of another shape, such as images, are not looked at.
+        x: `(n, p)`; features of another shape, such as images, are not checked.
         response: `(n,)`.
         party: its name.
         names: of the columns.

@@ -311,11 +311,10 @@ def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
     frames = [FRAMES["a"], FRAMES["a"].iloc[1:]]  # a patient has gone
     asked = question("los ~ scale(age) + bs(sbp, 5) + sex")
     first = Answers(frames[0], folder=tmp_path).answer(asked)
-    assert "of other rows" not in caplog.text
+    assert "from other rows" not in caplog.text
     assert Answers(frames[1], folder=tmp_path).answer(asked) == first
     assert (
-        "bins of 'age' as it told it before, of other rows than it takes now; where its frame has changed, delete"
-        in caplog.text
+        "bins of 'age', computed from other rows than its present ones; if its frame has changed, delete" in caplog.text
     )
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
     assert "with a minimum of 10 rows, and answers with no other" in finer["refused"]

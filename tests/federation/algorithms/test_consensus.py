@@ -177,7 +177,7 @@ def test_bad_input() -> None:
             Averaging(NETWORKS["ring"], reduction)
     with pytest.raises(ValueError, match=r"as many nodes as there are clients, 6, but got 3 nodes"):
         ft.Run(ft.without_server(gibbs(), ft.Network.ring(3)), data, torch.zeros(3)).step()
-    with pytest.raises(ValueError, match="Expected an algorithm whose messages add up"):
+    with pytest.raises(ValueError, match="Expected an algorithm whose messages are summed"):
         ft.without_server(ft.gtv(ft.least_squares(linear()), NETWORKS["ring"], 0.1), NETWORKS["ring"])
     with pytest.raises(ValueError, match="Expected messages of whole numbers"):
         ft.Run(ft.without_server(ft.fedavg(sgd(0.1)), NETWORKS["ring"]), data).step()

@@ -279,7 +279,7 @@ def test_separation_is_said_with_the_column_and_a_remedy(algorithm: Callable[...
             warnings.simplefilter("always")
             run.summary()
         words = " ".join(str(each.message) for each in seen)
-        assert ("'ward[T.v]' may do so (separated" in words) == separated
+        assert ("'ward[T.v]' may do so (all rows" in words) == separated
         assert "'x'" not in words
 
 
@@ -385,7 +385,7 @@ def test_covariances_of_less_than_full_rank_are_said_within_sixty_rounds() -> No
         found = estimates(run)
     said = " ".join(str(each.message) for each in seen)
     assert "random coefficients 'Intercept', " in said
-    assert "is singular, as where fewer of them explain all (a singular fit)" in said
+    assert "is singular, as if fewer of them explained all (a singular fit)" in said
     assert "allow more rounds" not in said
     assert float(found.correlation.abs().tril(-1).max()) < 0.99
 
@@ -403,7 +403,9 @@ def test_a_converged_fit_of_less_than_full_rank_is_said() -> None:
     algorithm = ft.maximum_likelihood(hierarchical.regression(data.design))
     run = ft.run(algorithm, ft.InProcess(data), rounds=60, until=maximised())
     assert run.number < 60
-    with pytest.warns(RuntimeWarning, match="tell every variance, but .* of the random coefficients 'Intercept', 'a'"):
+    with pytest.warns(
+        RuntimeWarning, match="inform every variance, but .* of the random coefficients 'Intercept', 'a'"
+    ):
         found = estimates(run)
     assert float(found.sds.min()) > 0.1
     assert float(torch.linalg.eigvalsh(found.correlation)[0]) < 1e-4

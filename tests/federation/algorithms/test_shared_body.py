@@ -156,10 +156,12 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"Expected a local solver of a LinearHead, but got one of Linear; pass the b"):
         ft.shared_body(sgd(0.1), separate)
     head = ft.LinearHead(2, body(), dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"Expected coefficients that each client keeps .*given=True\), buffers=\"loc"):
+    with pytest.raises(
+        ValueError, match=r"Expected coefficients that stay at each client .*given=True\), buffers=\"loc"
+    ):
         ft.shared_body(sgd(0.1, head, buffers="local"), separate)
     given = ft.LinearHead(2, body(), given=True, dtype=torch.float64)
-    with pytest.raises(ValueError, match="Expected coefficients that each client keeps while its body is trained"):
+    with pytest.raises(ValueError, match="Expected coefficients that stay at each client while its body is trained"):
         ft.shared_body(sgd(0.1, given), separate)
     with pytest.raises(ValueError, match="Expected heads with a server, over a star or private rows"):
         ft.shared_body(good, ft.gtv(heads(), ft.Network.ring(K), 0.1))

@@ -324,5 +324,5 @@ def test_gtv_is_refused_over_a_star(rule: Rule) -> None:
     with pytest.raises(TypeError, match=r"Expected messages that are Mean for .* use an algorithm .* ft\.fedavg"):
         ft.Run(replaced, ft.InProcess(linear_clients([4, 5, 6])))
     run = ft.Run(dataclasses.replace(algorithm, exchange=star()), ft.InProcess(linear_clients([4, 5, 6])))
-    with pytest.raises(TypeError, match="Expected to hear neighbours, but got dict; leave GTV its exchange"):
+    with pytest.raises(TypeError, match="Expected messages of neighbours, but got dict; do not replace GTV's exchange"):
         run.step()

@@ -186,7 +186,7 @@ def test_unseen_clients_start_where_all_started_and_hear_the_server() -> None:
 def test_unseen_clients_have_no_model_where_each_hears_its_own() -> None:
     others = linear_clients([4, 9], seed=5)
     coupled = ft.Run(ft.gtv(sgd(0.1, steps=3), ft.Network.ring(4), 0.1), ft.InProcess(DATA))
-    with pytest.raises(ValueError, match="Expected an algorithm in which all clients hear the same"):
+    with pytest.raises(ValueError, match="Expected an algorithm whose server sends all clients the same"):
         coupled.evaluate(others, METRICS, unseen=True)
     with pytest.raises(ValueError, match="pass unseen=True for others"):
         coupled.evaluate(others, METRICS)

@@ -305,3 +305,9 @@ def test_means_of_many_blocks_are_rounded_once() -> None:
     expected = rows[::2].double().mean(0)
     assert found.dtype == torch.float32
     assert bool(((found.double() - expected).abs() <= 2**-24 * expected).all())  # half a unit in the last place
+
+
+@pytest.mark.parametrize("begin", [ft.Run, ft.Federation])
+def test_a_function_that_makes_an_algorithm_is_none(begin: Callable[[object, ft.InProcess], object]) -> None:
+    with pytest.raises(TypeError, match="Expected an algorithm, but got function; make one with"):
+        begin(ft.fedavg, ft.InProcess(linear_clients(SIZES)))

@@ -397,7 +397,7 @@ def test_torchs_own_classes_are_bound_to_the_stack_and_others_say_so(caplog: pyt
     handle.remove()
     with caplog.at_level(logging.INFO):
         ft.gradient_descent(Heads(), epochs=1, loss=F.mse_loss, optimizer=KEPT["Muon"])
-    assert "Muon is none of torch's elementwise optimisers" in caplog.text
+    assert "Muon is not one of torch's elementwise optimisers" in caplog.text
 
 
 def test_a_step_of_a_class_that_was_replaced_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning as L
@@ -135,3 +136,34 @@ def test_what_short_numbers_cost(precision: str) -> None:
     found = rounding_of(precision, device)
     print(f"relative error of a round with {precision} on {device}: {found:.1e}")  # noqa: T201 (a measurement)
     assert unit / 10 < found < 20 * unit
+
+
+@pytest.mark.parametrize("setting", ["clip", "project", "precision"])
+def test_settings_that_no_program_of_linear_steps_has_act_on_linear_layers(setting: str) -> None:
+    """Held against a loop over each client alone, and unlike the steps without the setting."""
+    module, size = nn.Linear(2, 1), 0.1
+    options: dict[str, Any] = {
+        "clip": {"clip": 0.3},
+        "project": {"project": lambda parameters: tree.map(lambda leaf: leaf.clamp(-size, size), parameters)},
+        "precision": {"precision": "bf16"},
+    }[setting]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.4)
+    data = clients(torch.float32)
+    make = lambda given: ft.gradient_descent(module, steps=5, loss=nn.functional.mse_loss, optimizer=sgd, **given)
+    fits = [solve(make(given), data=data.stack(range(len(data)))).parameters for given in (options, {})]
+    for client in range(len(data)):
+        (x, y), one = data[client], copy.deepcopy(module)
+        optimizer = sgd(one.parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=setting == "precision"):
+                nn.functional.mse_loss(one(x), y).backward()
+            if setting == "clip":
+                nn.utils.clip_grad_norm_(one.parameters(), 0.3)
+            optimizer.step()
+            if setting == "project":
+                one.load_state_dict({name: leaf.clamp(-size, size) for name, leaf in one.state_dict().items()})
+        own = {name: leaf[client] for name, leaf in fits[0].items()}
+        for name, leaf in one.state_dict().items():
+            torch.testing.assert_close(own[name], leaf, rtol=0, atol=1e-2 if setting == "precision" else 1e-6)
+    assert not torch.allclose(fits[0]["weight"], fits[1]["weight"], rtol=0, atol=1e-5)

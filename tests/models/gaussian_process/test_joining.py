@@ -131,7 +131,7 @@ def test_a_unit_of_the_run_is_taken_out_before_it_joins() -> None:
     ours, theirs = (root @ root.mT for root in (gp.posterior_root, others.posterior_root))
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
     gp.rebase()
-    with pytest.raises(ValueError, match="Expected known rows, which q has heard of"):
+    with pytest.raises(ValueError, match="Expected rows that q was fitted to"):
         join(gp, x[0], y[0], known=True)
     with pytest.raises(ValueError, match="Expected known rows of one unit"):
         join(gp, x, y, known=True)

@@ -283,7 +283,7 @@ def test_bad_input() -> None:
     for arguments in ({"noise_shape": 0.0}, {"step": -1.0}):
         with pytest.raises(ValueError, match="Expected a positive"):
             directed.regression(**arguments)
-    with pytest.raises(ValueError, match="Expected a start with a spectral radius below 1"):
+    with pytest.raises(ValueError, match="Expected a start of spectral radius below 1"):
         ft.Run(algorithm(), ft.InProcess(cyclic_sites([9])), torch.ones(12)).step()
     constant = cyclic_sites([9]).map(lambda y: torch.cat([y[:, :3], torch.ones_like(y[:, :1])], 1))
     with pytest.raises(ValueError, match="but got constant number 3"):

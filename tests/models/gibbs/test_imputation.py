@@ -35,7 +35,7 @@ def test_draws_have_the_conditional_moments() -> None:
 
 
 def test_a_row_of_gaps_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected something observed in every row"):
+    with pytest.raises(ValueError, match="Expected an observed value in every row"):
         imputation.incomplete([(torch.full((1, 2), torch.nan), torch.full((1,), torch.nan))])
 
 

@@ -307,7 +307,7 @@ def test_levels_without_rows_and_separation_are_warned_of() -> None:
     text = warned(frame, "rating ~ period", levels={"rating": [0, 1, 2, 2.5, 3, 4]})
     assert "Expected rows of every level, but got few or none of '0', '2.5'" in text
     apart = frame.assign(period=(frame["rating"] == 4).astype(float))
-    assert "Expected responses that no column tells apart, but 'period'" in warned(apart, "rating ~ period")
+    assert "Expected responses that no column separates, but 'period'" in warned(apart, "rating ~ period")
 
 
 @pytest.mark.slow

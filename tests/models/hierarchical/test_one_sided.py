@@ -102,7 +102,7 @@ def test_a_separated_level_has_its_posterior_and_a_word(kind: str, formula: str,
     assert found.sd == pytest.approx(sd, rel=0.04)
     assert found.sd < before
     (message,) = messages
-    assert "'device[T.new]' may do so (separated" in message
+    assert "'device[T.new]' may do so (all rows" in message
     assert "given=corrected(run)" in message
 
 
@@ -122,7 +122,7 @@ def test_what_follows_a_separated_fit() -> None:
     assert "(separated" in message
     given = corrected(run, points=2048)
     mean, sd, _ = of_the_device(frame, table, "logistic")
-    with pytest.warns(RuntimeWarning, match="rests on the prior; merge levels"):
+    with pytest.warns(RuntimeWarning, match="depend on the prior; merge levels"):
         found = run.summary(given=given).loc["device[T.new]"]
     assert found.estimate == pytest.approx(mean, abs=0.1 * sd)
     assert found.sd == pytest.approx(sd, rel=0.06)
@@ -140,7 +140,7 @@ def test_maximum_likelihood_calls_a_separated_level_so(kind: str, rows: int) -> 
     algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, kind))
     run = ft.run(algorithm, ft.InProcess(data), rounds=60, until=maximised(), progress=False)
     messages = summary(run)[1]
-    assert any("'device[T.new]' may do so (separated" in message for message in messages)
+    assert any("'device[T.new]' may do so (all rows" in message for message in messages)
     assert not any("linearly" in message for message in messages)
 
 
@@ -336,13 +336,17 @@ def test_an_end_level_without_rows_is_right_and_warned_of(without: int) -> None:
     run = ft.run(ft.ep(hierarchical.regression(data.design, "cumulative")), ft.InProcess(data), rounds=30,
                  until=settled(), progress=False)  # fmt: skip
     _, (message,) = summary(run)
-    assert f"few or none of '{without}', whose thresholds rows do not tell; such a posterior is one-sided" in message
+    assert (
+        f"few or none of '{without}', whose thresholds the rows do not inform; such a posterior is one-sided" in message
+    )
     rows = pd.DataFrame({"site": ["a"]})
     p = ft.inference.predict(run, rows).set_index("level")["estimate"]
     assert p.between(0, 1).all()
     assert 0 < p[str(without)] < 0.02
     given = corrected(run, points=2048)
-    with pytest.warns(RuntimeWarning, match=f"few or none of '{without}', whose thresholds rows do not tell; leave"):
+    with pytest.warns(
+        RuntimeWarning, match=f"few or none of '{without}', whose thresholds the rows do not inform; leave"
+    ):
         assert run.summary(given=given).sd.iloc[[0, 2]].lt(2.6 * 2**0.5).all()
 
 

@@ -101,7 +101,7 @@ def test_nothing_of_single_rows_is_in_what_sites_send() -> None:
 def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     host = loopback()
     design = agree(host, ["a", "b"], FORMULA, **ASK)
-    rest = r"and the other 2 have complete rows by the design \w{8}; let all of them agree"
+    rest = r"and the other 2 have complete rows by the design \w{8}; .* its design, sites.agree\(host, \['c'\], design"
     with pytest.raises(ValueError, match=f"'c' has a frame, of which no rows are made yet, {rest}"):
         Remote(host, NAMES, "it", timeout=1.0)
     assert agree(host, ["c"], design) == design
@@ -213,7 +213,7 @@ def test_the_records_of_both_sides_have_the_questions_and_fit_each_other(tmp_pat
     verdict = audit.compare(*paths)
     assert verdict.message == "OK: 'server.fedtorch' and 'a' agree on 1 runs", verdict
     asked = [entry for entry in AuditRecord.entries(paths[1]) if entry["event"] == "request"]
-    assert [entry["question"]["step"] for entry in asked] == ["describe", "make"]
+    assert [entry["question"]["step"] for entry in asked] == ["describe", "confirm", "make"]
     assert asked[0]["question"]["formula"] == FORMULA
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from support.oracles.closed_forms import distance, same_bits
 from support.sites import servers_keys
 
 import fedtorch as ft
-from fedtorch.data.agreement.disclosure import AnswerLog, Refused
+from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
+from fedtorch.data.agreement.site import Answers
 from fedtorch.data.frames.incomplete import incomplete_cells
 from fedtorch.inference import completed
 from fedtorch.models import hierarchical
@@ -181,6 +183,124 @@ def test_rows_that_stay_for_two_formulas_differ_by_none_or_by_many(tmp_path: Pat
     for formula, rows in (("y ~ log(sbp) + (1 | clinic)", 60), (FORMULA, 47)):
         agree(other, ["a"], formula, client="clinic")
         assert int(other.sites["a"].configuration.data.counts.sum()) == rows
+
+
+def wards(where: list[str]) -> pandas.DataFrame:
+    """Return 120 patients, of whom one in the first ward and eleven in the others have no bmi."""
+    draws = numpy.random.default_rng(0)
+    frame = pandas.DataFrame({"clinic": numpy.repeat(where, 120 // len(where)), "age": draws.uniform(20, 80, 120)})
+    frame = frame.assign(bmi=draws.normal(25, 4, 120), y=0.1 * frame["age"] + draws.normal(size=120))
+    frame.loc[[7, *range(40, 45), *range(80, 86)], "bmi"] = numpy.nan
+    return frame
+
+
+def step(design: ft.data.Design) -> ft.Algorithm:
+    module = torch.nn.Linear(len(design.columns), 1, bias=False, dtype=torch.float64)
+    loss = lambda prediction, y: ((prediction[..., 0] - y) ** 2).mean()
+    return ft.fedavg(ft.gradient_descent(module, steps=1, loss=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)))
+
+
+def products(host: Loopback, formula: str) -> torch.Tensor:
+    """Return the sums over the first client's rows of y and of y times age, of a step from zeros."""
+    design = agree(host, ["a"], formula, client="clinic")
+    remote = Remote(host, ["a"], "step", quorum=1.0, seconds=0.05)
+    run = ft.Run(step(design), remote, {"weight": torch.zeros(1, len(design.columns), dtype=torch.float64)})
+    session, every = run.clients.session, type(run.clients.session).of_site
+    session.of_site = lambda site, cohort=None: every(session, site, cohort)[:1]
+    run.step()
+    made = dict(zip(design.columns, run.server["weight"][0] * remote.counts[0]))
+    age = design.encoding.standard["age"]
+    return torch.stack([made["Intercept"], made["age"] * age.sd + made["Intercept"] * age.mean])
+
+
+FEW = "those that stay differ by fewer than 10 rows from those that stayed for other columns"
+
+
+def check_row(frame: pandas.DataFrame, with_it: torch.Tensor, without: torch.Tensor) -> None:
+    y, product = (with_it - without).tolist()
+    assert (y, product / y) == pytest.approx(tuple(frame.loc[7, ["y", "age"]]), rel=1e-6)
+
+
+def test_rows_that_stay_at_one_client_differ_by_none_or_by_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ward answers alone: of twelve rows that lack a cell it has one, whose age and response two sums would tell."""
+    frame = wards(["w1", "w2", "w3"])
+    offer = lambda: Loopback({"a": SiteConfiguration.of_frame(frame, "clinic", {"step": step}, missing="drop")}, None)
+    host = offer()
+    products(host, "y ~ age + (1 | clinic)")
+    with pytest.raises(ValueError, match=FEW):
+        products(host, "y ~ age + bmi + (1 | clinic)")
+    monkeypatch.setattr(Answers, "_clients_of_many", lambda answers: numpy.zeros(120, dtype=int))
+    host = offer()
+    check_row(frame, *(products(host, f"y ~ age {more}+ (1 | clinic)") for more in ("", "+ bmi ")))
+
+
+def test_rows_of_patients_are_looked_at_together() -> None:
+    """Where no client has many rows the site answers of several only."""
+    frame = wards([f"p{k}" for k in range(40)])
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "clinic", {"plain": plain}, missing="drop")}, None)
+    for formula, rows in (("y ~ age + (1 | clinic)", 120), ("y ~ age + bmi + (1 | clinic)", 108)):
+        agree(host, ["a"], formula, client="clinic")
+        assert int(host.sites["a"].configuration.data.counts.sum()) == rows
+
+
+def test_rows_that_stayed_before_a_site_left_some_out_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site that refuses missing cells has an advice in its log, and follows it."""
+    frame = wards(["n"])
+    frame.loc[40:, "bmi"] = 25.0 + frame.loc[40:, "age"] / 80
+
+    def told(folder: Path) -> list[torch.Tensor]:
+        host = Loopback({"a": SiteConfiguration.of_frame(frame, "clinic", {"step": step})}, folder)
+        with pytest.raises(ValueError, match="leave such rows out, missing='drop' in its file"):
+            products(host, "y ~ age + bmi + (1 | clinic)")
+        whole = products(host, "y ~ age + (1 | clinic)")
+        host.kill("a")
+        host.brought["a"] = replace(host.brought["a"], missing="drop")
+        host.start("a")
+        return [whole, products(host, "y ~ age + bmi + (1 | clinic)")]
+
+    with pytest.raises(ValueError, match=FEW):
+        told(tmp_path / "on")
+    leave_out = Answers.leave_out
+    forgets = lambda site, columns: leave_out(site, columns) if "bmi" in columns else None
+    monkeypatch.setattr(Answers, "leave_out", forgets)
+    check_row(frame, *told(tmp_path / "off"))
+
+
+def test_a_site_that_has_told_of_no_row_yet_may_still_leave_some_out(tmp_path: Path) -> None:
+    frame = wards(["n"])
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "clinic", {"plain": plain})}, tmp_path)
+    with pytest.raises(ValueError, match="leave such rows out, missing='drop' in its file"):
+        agree(host, ["a"], "y ~ age + bmi + (1 | clinic)", client="clinic")
+    host.kill("a")
+    host.brought["a"] = replace(host.brought["a"], missing="drop")
+    host.start("a")
+    agree(host, ["a"], "y ~ age + bmi + (1 | clinic)", client="clinic")
+    assert host.sites["a"].configuration.rows_of_clients() == [108]
+
+
+def test_a_site_that_would_tell_of_other_rows_after_a_restart_makes_none(tmp_path: Path) -> None:
+    """By the design that was agreed on a row was left out, and the site says now that it completes rows."""
+    frame = wards(["n"])
+    frame.loc[40:, "bmi"] = 25.0
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "clinic", {"plain": plain}, missing="drop")}, tmp_path)
+    agree(host, ["a"], "y ~ bmi + (1 | clinic)", client="clinic", scales={"bmi": (25, 4)})
+    host.kill("a")
+    host.brought["a"] = replace(host.brought["a"], missing="impute")
+    host.start("a")
+    assert host.sites["a"].configuration.data.design is None
+
+
+def test_sets_of_columns_of_which_no_row_is_complete_count_too() -> None:
+    """Else whether one row has two cells would be told of any number of columns."""
+    frame = FRAMES["a"].assign(a=lambda all: all["age"].where(numpy.arange(60) < 30), b=1.0)
+    frame["b"] = frame["age"].where(numpy.arange(60) >= 30)
+    site = Answers(frame, Disclosure(minimum=5, designs=2), drop=True)
+    question = {"step": "describe", "minimum": 5, "declared": [], "also": [], "offset": []}
+    said = [site.answer({**question, "formula": f"y ~ a + b{more}"})["refused"] for more in ("", " + age", " + sbp")]
+    assert [each.startswith("no row of the site has a cell") for each in said] == [True, True, False]
+    assert said[2].startswith("the site has left out rows for 2 sets of columns")
 
 
 def test_sets_of_columns_that_were_refused_count_too(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_a_site_with_rows_and_no_frame_says_that_it_has_none(both: Both) -> None
         for name, each in FRAMES.items()
     }
     run = over_sites(Loopback(brought, None), design, rounds=1)
-    with pytest.raises(RuntimeError, match=r"'north': the site has rows and no frame.*SiteConfiguration\.of_frame"):
+    with pytest.raises(RuntimeError, match=r"'north': the site has rows but no frame.*SiteConfiguration\.of_frame"):
         ft.inference.marginal_effects(run, tolerance=torch.inf)
 
 

@@ -69,7 +69,10 @@ def test_an_offer_is_a_file_of_the_site_s_own(tmp_path: Path) -> None:
 
 def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
     configuration = SiteConfiguration(DATA, {"fedavg": fedavg})
-    with FileLock(tmp_path / "lock"), pytest.raises(FileExistsError, match="end it, or choose another folder"):
+    with (
+        FileLock(tmp_path / "lock"),
+        pytest.raises(FileExistsError, match="end that process, or choose another folder"),
+    ):
         join(nobody, configuration, tmp_path)
     with pytest.raises(TimeoutError, match=r"Expected a server within 0\.01 s, but got none; nobody is there"):
         join(nobody, configuration, tmp_path, timeout=0.01)

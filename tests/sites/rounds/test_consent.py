@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+import pandas
 import pytest
 from support.certified import certified
 from support.formulas.agreeing import FRAMES, REQUEST
@@ -18,13 +22,13 @@ from test_conformance import ALGORITHMS, POOLED, STARTS, population
 
 import fedtorch as ft
 from fedtorch.chained_log import digest
-from fedtorch.cli import _sites as command
+from fedtorch.cli import _sites as command, _terminal as terminal
 from fedtorch.learns import as_frame
 from fedtorch.models import hierarchical
 from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, agree, masked, sealed
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import identity
-from fedtorch.sites.rounds import _consent as consent, frames as frames, sites as meeting
+from fedtorch.sites.rounds import _consent as consent, frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.site import Site
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
@@ -60,6 +64,7 @@ class Sites:
         self.threads = {}
         for name, configuration in brought.items():
             own = identity.make_site(folder, name)
+            past_sums.begin(folder / name)
             more = {"record": AuditRecord(self.records[name], own), "ask": self.people[name]}
             self.threads[name] = Thread(self.host, name, configuration, folder / name, own, **more)
         for thread in self.threads.values():
@@ -89,7 +94,10 @@ def test_a_no_is_heard_by_the_server_and_on_record_with_what_was_shown(tmp_path:
     assert remote.troubles == {"b": f"the site's people have said no to the run {number[:8]}"}
     (shown,) = made.people["b"].shown
     assert shown.startswith(f"Run {number}\nAlgorithm: it(mu=0.5)\nClients: clients 2 to 3 of 6\nWhat leaves")
-    assert "round: change.value.weight, change.value.bias (of a site's sum, exact, to the server)\n      discloses" in shown
+    assert (
+        "round: change.value.weight, change.value.bias (of a site's sum, exact, to the server)\n      discloses"
+        in shown
+    )
     assert made.consents("b") == [(digest(shown.encode()), "no")]
     assert [answer for _, answer in made.consents("a")] == ["yes"]
     made.end(remote, run)
@@ -178,7 +186,8 @@ def test_a_formula_is_asked_about_before_anything_is_told(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"some refuse: 'b': the site's people have said no to the formula 'y ~ age"):
         agree(made.host, NAMES, REQUEST.formula, **ask)
     (shown,) = made.people["b"].shown
-    assert shown.startswith(f"An agreement on the formula {REQUEST.formula!r}\nColumns that it reads: 'age, sbp, sex,")
+    read = "Columns that it reads: 'age', 'sbp', 'sex', 'y'"
+    assert shown.startswith(f"An agreement on the formula {REQUEST.formula!r}\n{read}\nWhat leaves")
     assert "agree: histograms.* (of a site, exact, to the server)" in shown
     assert not (tmp_path / "b" / "answers.jsonl").exists()
     design = agree(made.host, ["a", "c"], REQUEST.formula, **ask)
@@ -189,9 +198,27 @@ def test_a_formula_is_asked_about_before_anything_is_told(tmp_path: Path) -> Non
 
 
 def test_what_a_server_says_is_shown_as_characters_that_print() -> None:
-    shown = consent.of_run("7f", "it", {"mu": "\x1b[2J" + "x" * 1000}, "client 0 of 1", [])
+    shown = consent.of_run("7f", "it", {"mu": "\x1b[2J" + "x" * 1000, "\x1b[2J": 0}, "client 0 of 1", [])
     assert "\x1b" not in shown
     assert len(shown) < 500
+
+
+def test_a_yes_is_to_all_that_a_server_says_however_long() -> None:
+    """Else a yes to one formula, or to one run, were one to others that begin like it."""
+    long = "x" * 400
+    runs = [consent.of_run("7f", "it", {"note": long + end}, "client 0 of 1", []) for end in ("", "y")]
+    assert runs[0] != runs[1]
+    assert digest(repr(long).encode()) in runs[0]
+    columns = [f"measurement_{k:02d}" for k in range(40)]
+    frame = pandas.DataFrame({name: numpy.arange(60.0) + k for k, name in enumerate([*columns, "zz_hiv"])})
+    person = Answers(True)
+    brought = SiteConfiguration.of_frame(frame.assign(ward="n"), "ward", {"it": lambda design: fedavg()})
+    site = Site(brought, ask=person)
+    for end in ("", " + zz_hiv"):
+        formula = f"{columns[0]} ~ {' + '.join(columns[1:])}{end}"
+        question = {"step": "describe", "formula": formula, "minimum": 10, "declared": [], "also": [], "offset": []}
+        site.answer(frames.encode("agree", run="0" * 32, sequence=1, question=question))
+    assert ["'zz_hiv'" in shown for shown in person.shown] == [False, True]
 
 
 def test_the_command_waits_for_yes_or_no(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +233,16 @@ def test_the_command_waits_for_yes_or_no(monkeypatch: pytest.MonkeyPatch, capsys
 
     monkeypatch.setattr("builtins.input", end)
     assert not command._say_yes("Run 7f")
+
+
+def test_no_line_of_a_server_hides_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one by which a terminal shows nothing that follows."""
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr("sys.stderr", stream)
+    terminal.log()
+    Site(offers(DATA, fedavg, sites=1)["a"]).answer(frames.encode("wait", reason="no\x1b[8m\r\n"))
+    assert "no\\u001b[8m\\u000d\n" in stream.getvalue()
 
 
 def test_without_a_person_nothing_is_shown() -> None:

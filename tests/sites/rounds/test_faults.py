@@ -343,7 +343,7 @@ def hello(**changes: Any) -> Callable[[Loopback], None]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"protocol": 1}, "speaks protocol 5, but 'b' speaks 1; install the same version"),
+        ({"protocol": 1}, "speaks protocol 6, but 'b' speaks 1; install the same version"),
         ({"protocol": "x"}, "expected protocol between"),
         ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' reports 4009"),
         ({"rows": [9]}, "as many numbers of rows, but got 2 and 1"),
@@ -365,7 +365,7 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
         ({"clients": ["x", "y"]}, "that 'b' first reported"),
         ({"rows": [9, 5]}, "that 'b' first reported"),
         ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "that 'b' first reported"),
-        ({"protocol": 1}, "speaks protocol 5, but 'b' speaks 1; install the same version"),
+        ({"protocol": 1}, "speaks protocol 6, but 'b' speaks 1; install the same version"),
     ],
 )
 def test_the_run_goes_on_without_a_site_that_comes_back_as_another(

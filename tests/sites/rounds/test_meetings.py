@@ -85,7 +85,8 @@ def test_sites_with_a_client_in_common_are_named_and_stay(caplog: pytest.LogCapt
     host = Loopback(every, None)
     with pytest.raises(ValueError, match=r"\['a', 'c'\] have \['client 0'\] in common; rename them"):
         Remote(host, NAMES, "it")
-    assert len(heard(caplog)) == 2
+    assert len(said := heard(caplog)) == 2
+    assert not any("client 0" in line for line in said), "nor does a site that has guessed names hear which are there"
     assert host.dropped == {}
 
 

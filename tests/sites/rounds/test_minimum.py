@@ -24,11 +24,12 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, join, masked, sealed
-from fedtorch.sites.rounds import frames, sites as meeting
+from fedtorch.sites.rounds import frames, session as session_of_sites, sites as meeting
 from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.rounds.site import Site
 from fedtorch.trust import robust, secure
 
@@ -194,13 +195,67 @@ def test_separate_training_tells_losses_only_and_those_of_few_rows_never_alone()
     make = lambda: ft.separate(sgd(0.1))
     here = ft.run(make(), ft.InProcess(DATA), rounds=1, seed=3).last.info["loss"]
     assert distance(on_sites(make).step().info["loss"], here.mean().expand(6)) < ROUNDING
-    assert on_sites(make, cohort=[0]).step().info["loss"].isnan().all()
-    assert on_sites(make, cohort=[0, 1, 2, 3, 4]).step().info["loss"].isnan().all()
-    assert on_sites(make, cohort=[4, 5]).step().info["loss"].isnan().all()
+    for cohort in ([0], [0, 1, 2, 3, 4], [4, 5]):
+        with pytest.raises(RuntimeError, match="send nothing but losses, and one of them has few rows"):
+            on_sites(make, cohort=cohort).step()
     large = linear_clients([40, 50])
     there = ft.run(make(), ft.InProcess(large), rounds=1, seed=3).last.info["loss"]
     assert distance(on_sites(make, large, cohort=[1]).step().info["loss"], there[1:]) < ROUNDING
     assert on_sites(make, linear_clients([2, 3])).step().info["loss"].isnan().all()
+
+
+def asked_of(run: ft.Run, clients: list[int]) -> torch.Tensor:
+    """Return the losses of a round of these clients, whatever the run's cohort is."""
+    session, every = run.clients.session, type(run.clients.session).of_site
+    with pytest.MonkeyPatch.context() as patched:
+        chosen = lambda site, cohort=None: torch.tensor(clients) if cohort is None else every(session, site, cohort)
+        patched.setattr(session, "of_site", chosen)
+        return run.step().info["loss"]
+
+
+def test_a_client_that_trained_alone_is_what_two_means_of_all_losses_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own loss then follows to rounding, and from a few of these its row."""
+    make, patient = lambda: ft.separate(sgd(0.1)), 2
+    in_process = ft.Run(make(), ft.InProcess(DATA.select([patient])))
+    alone = [float(in_process.step().info["loss"]) for _ in range(2)]
+    before = on_sites(make).step().info["loss"]
+    with pytest.raises(RuntimeError, match="the mean of all would tell of these"):
+        asked_of(on_sites(make), [patient])
+    monkeypatch.setattr(SiteSession, "_check_rows", lambda session, ids: None)
+    run = on_sites(make)
+    assert asked_of(run, [patient]).isnan().all()
+    change = 6 * (run.step().info["loss"] - before)[0]
+    assert change.item() == pytest.approx(alone[1] - alone[0], rel=1e-9)
+
+
+OWN_MODELS = {"separate": lambda: ft.separate(sgd(0.1)), "ditto": lambda: ft.ditto(sgd(0.1), strength=0.5)}
+
+
+@pytest.mark.parametrize("make", OWN_MODELS.values(), ids=OWN_MODELS)
+def test_a_sum_of_scores_of_clients_own_models_would_follow_one_model(
+    make: Callable[[], ft.Algorithm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of a client's training rows, which are many, changes the score of its validation rows, which are few."""
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+    training, validation = linear_clients([40, 50, 60, 70]), linear_clients([3] * 4)
+
+    def change() -> float:
+        brought = offers(training, make, sites=1, policy=TEN)["a"]
+        host = Loopback({"a": replace(brought, validation=validation, metrics=metrics)}, None)
+        run = ft.Run(make(), Remote(host, ["a"], "it", rows=training.rows, quorum=1.0, seconds=0.05), seed=3)
+        total = lambda: 12 * float(run.evaluate(run.population.validation, metrics)["mse"].overall)
+        before = total()
+        asked_of(run, [2])
+        return total() - before
+
+    with pytest.raises(RuntimeError, match="only where all of its clients have one model"):
+        change()
+    monkeypatch.setattr(session_of_sites, "one_of", lambda tree, alike="": tree)
+    run = ft.Run(make(), ft.InProcess(training.select([2])), seed=3)
+    own = [run.evaluate(validation.select([2]), metrics)["mse"].overall]
+    run.step()
+    own.append(run.evaluate(validation.select([2]), metrics)["mse"].overall)
+    assert change() == pytest.approx(3 * float(own[1] - own[0]), rel=1e-6)
 
 
 def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> None:
@@ -427,9 +482,7 @@ def test_who_tells_for_the_first_time_does_so_with_enough_others(caplog: Any) ->
     for cohort in ([0, 6], [0, 1, 6], [1, 2, 3, 6], [1, 2, 3, 4, 6], [5, 6], range(7)):
         run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
         answered.append(run.step().ids.tolist())
-    waits = (
-        "left out until others contribute for the first time together with them: clients ['client 1'] have fewer than 10 rows"
-    )
+    waits = "left out until others contribute for the first time together with them: clients ['client 1'] have fewer than 10 rows"
     assert waits in caplog.text
     assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
     run._draw = lambda key, number: torch.tensor([5])
@@ -487,6 +540,31 @@ def test_a_person_in_two_clients_counts_once_in_their_sum() -> None:
     assert not rows.is_enough(torch.tensor([4, 5]))
     assert rows.named(["x", "y"]) == 9
     assert Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4).is_enough(torch.tensor([4, 5]))
+
+
+def test_cohorts_that_are_refused_tell_which_visits_are_of_one_patient_and_count_as_rounds() -> None:
+    """Of twelve visits the last two are of one patient: two others left out leave nine patients."""
+    visits = pandas.concat([wards()[:11], wards()[10:11]]).assign(ward=[f"v{k}" for k in range(12)])
+    visits["patient"] = [*range(11), 10]
+    make = lambda design: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)))
+
+    def said(rounds: int | None) -> list[str]:
+        policy = Policy(person="patient", rounds=rounds)
+        host = Loopback({"a": SiteConfiguration.of_frame(visits, "ward", {"it": make}, policy=policy)}, None)
+        agree(host, ["a"], "score ~ age + (1 | ward)", client="ward", scales={"age": (50, 10), "score": (0, 1)})
+        start, remote = torch.zeros(1, 2, dtype=torch.float64), Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+        run, answers = ft.Run(make(None), remote, {"weight": start}), list[str]()
+        for first in range(12):
+            try:
+                asked_of(run, sorted({*range(12)} - {first, (first + 1) % 12}))
+                answers.append("a sum")
+            except RuntimeError as error:
+                answers.append(str(error))
+        return answers
+
+    enough = ["sums of at least 10 persons" not in each for each in said(None)]
+    assert [k for k in range(12) if enough[k] and enough[k - 1]] == [10, 11]
+    assert ["does not answer more" in each for each in said(3)] == [False] * 3 + [True] * 9
 
 
 def test_a_level_of_one_patient_is_told_to_no_server_where_persons_count() -> None:

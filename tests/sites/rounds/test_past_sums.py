@@ -250,9 +250,7 @@ def test_totals_are_of_all_sites_that_have_told_something(tmp_path: Path) -> Non
     assert distance(run.clients.total(), total) == 0
     run.clients.session.members = lambda: ["a", "b", "c"]
     assert run.clients.total() is None
-    assert (
-        "only with all sites of its earlier sums in the run, and ['d'] (1 in all)" in run.population.troubles["a"]
-    )
+    assert "only with all sites of its earlier sums in the run, and ['d'] (1 in all)" in run.population.troubles["a"]
 
 
 def test_totals_are_not_told_by_a_site_that_went_back(tmp_path: Path) -> None:
@@ -396,3 +394,36 @@ def opened(folder: Path) -> PastSums:
     memory = PastSums(folder)
     memory.open()
     return memory
+
+
+# -- the states of clients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_site_that_takes_a_round_alone_is_what_two_sums_of_the_same_sites_differ_by(tmp_path: Path) -> None:
+    """Its clients' states have gone on, though the round of it has no sum: the page says that no site refuses that."""
+    make = Carried(lambda: ft.personal_layers(sgd(0.1), personal="bias"), masked(GRID, dropouts=0))
+    host = sites_in(tmp_path, make, "abc")
+
+    def change(alone: bool) -> torch.Tensor:
+        run = run_on(host, "abc", make)
+        if alone:
+            host.before = lambda name, frame: name == "a" or frames.read(frame, "the server").kind != "round"
+            with pytest.raises(RuntimeError, match="nothing of the round was kept"):
+                run.step()
+            host.before = lambda name, frame: True
+            [host.start(name) for name in "bc"]
+            run.clients.session.kept[0] = max(host.sites["a"]._session.versions.numbers)
+        before = run.server["weight"].clone()
+        run.step()
+        return int(DATA.counts[:3].sum()) * (run.server["weight"] - before)
+
+    differ = change(alone=True) - change(alone=False)
+    client = ft.Run(ft.personal_layers(sgd(0.1), personal="bias"), ft.InProcess(DATA.select([0])), seed=3)
+    start, own = client.server["weight"].clone(), list[torch.Tensor]()
+    for _ in range(2):
+        client.server = {"weight": start}
+        client.step()
+        own.append(int(DATA.counts[0]) * (client.server["weight"] - start))
+    assert own[1].norm() > 0.1
+    assert distance(differ, own[1] - own[0]) < 1e-6

@@ -5,21 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support.certified import certified
 from support.loopback import Loopback
 from support.oracles.closed_forms import linear_clients, sgd
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch.federation.turn import Turn
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds.policy import Refusal, Watch
 
 DATA = linear_clients([5, 3])
-TURN, NOBODY = Turn(ft.random.key(0), 0), torch.zeros(0, dtype=torch.int64)
 
 
 def averaging() -> ft.Algorithm:
@@ -48,7 +45,7 @@ def test_another_folder_of_states_does_not_begin_at_nought(tmp_path: Path, kept:
 
 def count(watch: Watch, rounds: int) -> None:
     for _ in range(rounds):
-        watch.before(averaging(), TURN, NOBODY)
+        watch.count()
 
 
 def test_the_larger_count_holds_where_one_was_lost(tmp_path: Path) -> None:

@@ -141,7 +141,25 @@ def test_it_is_written_once_a_second_at_most(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["run.status.json"]
 
 
-def test_without_a_file_it_is_said_who_writes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_site_says_moves_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trouble = status.Trouble(other=1, why="no\x1b[1A", at="2026-11-30T14:01:40Z")
+    said = {"state": "running", "rounds": 1, "of": 2, "left": None, "privacy": {}}
+    sites = {"a": {"is": "connected", **trouble._asdict()}}
+    status.Status(tmp_path / "run.safetensors", lambda: {**said, "sites": sites}).write()
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "no\\u001b[1A" in capsys.readouterr().out
+
+
+def test_without_a_file_it_is_said_who_writes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fedtorch.sites")
+    made = Server(tmp_path)
+    made.remote()
+    assert "no status of this run" not in caplog.text
+    Remote(Loopback(offers(DATA, private), None), NAMES, "it")
+    assert "no status of this run is written, for `fedtorch status`; name its file" in caplog.text
+    status.status_files(made.file)[0].unlink()
     (tmp_path / "run.safetensors.json").write_text(json.dumps({}))
     assert cli.main(["status", str(tmp_path)]) == 1
-    assert "but got none; a server writes it beside the checkpoint" in capsys.readouterr().err
+    assert "checkpoint=FILE), and without one it writes none" in capsys.readouterr().err

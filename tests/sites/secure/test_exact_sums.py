@@ -86,6 +86,15 @@ def test_low_bits_are_of_who_alone_has_such_small_numbers_and_are_cut_if_asked()
         assert rest / 2**160 == pytest.approx(told, rel=1e-12)
 
 
+@pytest.mark.parametrize("bits", [159, 129, 128, 127, 1, 0])
+def test_numbers_are_cut_to_whole_multiples_of_the_last_bit(bits: int) -> None:
+    last = 2.0**-bits
+    values = torch.tensor([last, 1.5 * last, -last, -1.5 * last], dtype=torch.float64)
+    grid = ExactSums(bits)
+    cut = exact.value(grid.decode(grid.encode(exact.limbs(values).reshape(1, -1))[0]).reshape(4, -1))
+    assert (cut / last).tolist() == [1.0, 1.0, -1.0, -2.0]  # down, as whole numbers of two's complement are
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

@@ -371,7 +371,7 @@ def test_what_a_journal_refuses(tmp_path: Path) -> None:
         versions.Versions(tmp_path / run)
     with pytest.raises(ValueError, match="Expected the folder of one run"):
         over_hub(my_half.leader, Hub(), my_half.PARTIES, tmp_path)
-    with versions.alone_in(tmp_path), pytest.raises(FileExistsError, match="in which no other process takes part"):
+    with versions.alone_in(tmp_path), pytest.raises(FileExistsError, match="that no other process uses"):
         over_link(my_half.half, Hub, tmp_path)
 
 

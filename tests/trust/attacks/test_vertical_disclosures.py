@@ -146,7 +146,7 @@ def test_one_party_reads_the_other_s_part_from_its_gradients(masks: bool) -> Non
     p = (gradient > 0).double() - gradient
     own, other = (clear[j][0].value.flatten() for j in (1, 2))
     torch.testing.assert_close(p.logit() - own, other, rtol=0, atol=1e-6)
-    assert "of two parties the other's" in declared(Gradient, UNDECLARED).worst
+    assert "with two parties the other's part" in declared(Gradient, UNDECLARED).worst
 
 
 def linear_parties() -> list[PartyNode]:

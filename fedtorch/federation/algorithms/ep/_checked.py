@@ -53,8 +53,8 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
         )
     if float(server.moved.improper) == 1:
         raise RuntimeError(
-            "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
-            "is shared is not enough; use a proper prior, or more clients"
+            "Expected a client whose cavity is a density, but got none: the prior and the other clients' sites do not "
+            "determine the shared parameters; use a proper prior, or more clients"
         )
     model = posterior_of(run.algorithm).model
     if isinstance(model, Model) and model.ordered is not None and model.ordered.differences:

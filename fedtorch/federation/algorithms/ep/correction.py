@@ -102,7 +102,7 @@ def corrected(
     """
     model, server, networked = checked(run, tolerance, node)
     if model.log_factor is None:
-        raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
+        raise ValueError("Expected factors with log_factor, but got some without; use Factors(..., log_factor=)")
     q, prior = gaussian.moments(server.posterior), as_prior(model.prior).replaced(server.prior)
     root = torch.linalg.cholesky(q.covariance).mT
     nodes, log = q.mean.new_zeros(0, len(q.mean)), q.mean.new_zeros(0)
@@ -122,13 +122,13 @@ def corrected(
     covariance = (weights[:, None] * away).mT @ away
     if bool(torch.linalg.cholesky_ex(covariance).info):
         raise RuntimeError(
-            f"Expected nodes that see the posterior, but got {size:.1f} effective ones of {len(nodes)}, which have no "
-            "spread: use more points=, or the normal approximation"
+            f"Expected nodes whose weights have a covariance, but got {size:.1f} effective ones of {len(nodes)}: use "
+            "more points=, or the normal approximation"
         )
     if not size >= _FEWEST:
         warnings.warn(
-            f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; the correction is "
-            "not to be trusted: use more points=, or the normal approximation",
+            f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; do not rely on the "
+            "correction: use more points=, or the normal approximation",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -172,7 +172,7 @@ def _summed(
 
 
 def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:
-    """Return log p at the nodes, up to a constant; about a point among them, which may be far from zero."""
+    """Return log p at the nodes, up to a constant, expanded about a point among them because all may be far from 0."""
     normal = tree.to(prior.normal, nodes.device)
     precision, away = gaussian.unpack(normal.precision), nodes - centre
     quadratic = (away @ precision * away).sum(1)

@@ -110,9 +110,9 @@ def _warn_of_narrow(run: Run, q: Moments, zeta: Tensor, variances: Tensor) -> No
     if narrow:
         shown = ", ".join(narrow[:_SHOWN]) + (", …" if len(narrow) > _SHOWN else "")
         warnings.warn(
-            f"Expected clients that tell how far they differ, but got {clients}: sds of the normal approximation are "
-            f"too small, by about so much: {shown}. Ask run.summary and ft.inference with given=corrected(run), of "
-            "fedtorch.federation.algorithms.ep",
+            f"Expected clients that inform the spread between clients, but got {clients}: sds of the normal "
+            f"approximation are too small, by about {shown}. Call run.summary and ft.inference with "
+            "given=corrected(run), of fedtorch.federation.algorithms.ep",
             RuntimeWarning,
             stacklevel=5,
         )
@@ -165,7 +165,7 @@ def check_separation(
     return False
 
 
-def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
+def check_dependence(run: Run, covariance: Tensor, shown: str = "those of the prior") -> bool:
     """Warn if rows have no information about some combination of the means over clients; return whether it has warned.
 
     Args:

@@ -143,7 +143,7 @@ class Sites(Named):
         if family is None:
             raise TypeError(
                 "Expected a run with a hierarchical model of known family (linear, logistic, poisson), but got one of "
-                "a likelihood of your own, which tells it as DeviceLikelihood(..., family=)"
+                "a likelihood of your own without one; pass DeviceLikelihood(..., family=)"
             )
         return family
 
@@ -209,7 +209,7 @@ class Hierarchical(Sites, Shared):
         """Return log p(a client's rows | the others'), by its cavity; sums of it and of its squares, or `each`."""
         self._family()
         if self.model.log_evidence is None:
-            raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
+            raise TypeError("Expected a model with the evidence of a client's rows; make it by hierarchical.of")
         shared_posterior(run, tolerance=tolerance)
         return _evidences(local_holder(run)) if each else ask(run, EVIDENCE)
 

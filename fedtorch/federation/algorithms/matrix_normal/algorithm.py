@@ -210,8 +210,8 @@ def matrix_normal(
         )
     if local.budget is not None and local.statistics is None:
         raise ValueError(
-            "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
-            "of their rows, which its noise does not protect; use privacy.sufficient_statistics"
+            "Expected a local solver without a budget, or one on noised sums, because devices also send residual sums "
+            "of their rows, which the solver's noise does not protect; use privacy.sufficient_statistics"
         )
     if noise is None and local.family != "gaussian":
         noise = 1.0
@@ -260,8 +260,8 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
     """Take the device's steps on its misfit with the prior, in units of its mean squared error."""
     if inbox.noise.ndim != 1:
         raise TypeError(
-            "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
-            "server needs every device's coefficients, of which no sum, under masks or not, will do"
+            "Expected every device to receive its own row, but all receive all rows; do not replace HM1's exchange, "
+            "private_rows: its server needs every device's coefficients, for which no sum, masked or not, is enough"
         )
     unit = inbox.noise * data.unit
     precision = inbox.precision

@@ -222,8 +222,8 @@ def _fitted(run: Any) -> tuple[Tensor, LowRank]:
     server = tree.to(run.server, "cpu")
     if not bool(server.heard.all()):
         raise RuntimeError(
-            f"Expected a run that has heard all {len(server.heard)} devices, but {int((~server.heard).sum())} have not "
-            "answered yet; allow more rounds"
+            f"Expected answers of all {len(server.heard)} devices, but {int((~server.heard).sum())} have not answered "
+            "yet; allow more rounds"
         )
     return noise_variance(server.summary, known.noise), server.covariance
 

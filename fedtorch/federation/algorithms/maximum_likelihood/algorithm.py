@@ -182,7 +182,7 @@ def _check_linear(relative: Tensor, problem: Problem) -> None:
     if not bool(newton.quadratic(relative, problem.means, len(problem.model.names) - problem.means)):
         raise ValueError(
             "Expected a linear model for restricted likelihood, whose means are integrated out exactly, but got one "
-            "whose likelihood is not quadratic in its means; leave restricted= away, or use ft.ep"
+            "whose likelihood is not quadratic in its means; leave out restricted=, or use ft.ep"
         )
 
 

@@ -56,8 +56,8 @@ class Maximum(NamedTuple):
 
     names: tuple[str, ...]  # names of the coordinates of φ
     mean: Tensor  # (p,) φ where the (restricted) likelihood is largest
-    covariance: Tensor  # (p, p) inverse of minus its second derivatives; of means and others apart if restricted
-    log_likelihood: float  # for a formula, restricted likelihood in the frame's columns, however they were scaled
+    covariance: Tensor  # (p, p) inverse of minus its second derivatives; if restricted, in blocks of means and others
+    log_likelihood: float  # the restricted likelihood of a formula is in the units of the frame's columns
     spread: Tensor  # (d, d) covariance of the coefficients over clients
     noise: float | None  # residual sd, if it is estimated
 
@@ -103,7 +103,7 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     if dependent:
         after = torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows)
         dependent = check_separation(run, phi[:means], certain, after=after) or check_dependence(
-            run, after, "where Newton's steps have come by"
+            run, after, "where Newton's steps have ended"
         )
     return Maximum(
         model.names,
@@ -233,9 +233,9 @@ def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
         return ""
     involved = taking_part([coefficient_names(run)[j] for j in hierarchy.random], vectors[:, values <= _FLAT])
     return (
-        f"the covariance of the random coefficients {', '.join(involved)} is singular, as where fewer of them explain "
-        "all (a singular fit), where likelihoods rise slowly and variances have no standard errors: leave one of them, "
-        "or their correlations, out, or give it a prior and use ft.ep"
+        f"the covariance of the random coefficients {', '.join(involved)} is singular, as if fewer of them explained "
+        "all (a singular fit). There the likelihood rises slowly, and variances have no standard errors: leave out one "
+        "of them, or their correlations, or use ft.ep with a prior"
     )
 
 
@@ -251,8 +251,8 @@ def _of_dependence(run: Run, model: Model) -> str:
         listed = ", ".join(taking_part(names, null))
         listing = f", which [{listed}] are here" if listed else ""
     return (
-        f"; restricted likelihood is not where columns are linearly dependent{listing}. Leave such terms out, or of a "
-        "product of factors with an empty cell make one factor of the cells that there are"
+        f"; there is no restricted likelihood if columns are linearly dependent{listing}. Leave such terms out; "
+        "replace a product of factors that has empty cells by one factor of its other cells"
     )
 
 
@@ -274,8 +274,8 @@ def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, w
         warnings.warn(
             "Expected a likelihood that is curved in all directions, but got one that is flat or not at a maximum in "
             f"some{which}, as where a variance is estimated as zero or a correlation as 1 or -1 (a singular fit); "
-            "standard errors are NaN there: leave such a random coefficient, or its correlations, out, or give it a "
-            "prior and use ft.ep",
+            "standard errors are NaN there: leave out such a random coefficient, or its correlations, or use ft.ep "
+            "with a prior",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -284,7 +284,7 @@ def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, w
     if bool(known.all()) and (singular := _of_singular(run, problem, best.at)):
         unknown[means : len(problem.model.hierarchy.names)] = True
         if warns and maximised(tolerance)({"gain": [float(run.server.gain)]}):
-            warnings.warn(f"Expected clients that tell every variance, but {singular}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"Expected clients that inform every variance, but {singular}", RuntimeWarning, stacklevel=3)
     covariance = slopes @ inverse @ slopes.mT
     return covariance.masked_fill(unknown[:, None] | unknown, torch.nan)
 

@@ -55,7 +55,7 @@ class Maximised(Sites):
         if bool(failed):
             raise RuntimeError(
                 "Expected a likelihood that is curved in all means, but got one that is not, as where columns are "
-                "linearly dependent: run.summary() says which; leave some out, or use ft.ep, whose prior decides"
+                "linearly dependent: run.summary() names them; leave some out, or use ft.ep, with a prior"
             )
         covariance = torch.zeros_like(best.curvature)
         covariance[:m, :m] = torch.cholesky_inverse(factor)
@@ -117,6 +117,6 @@ def _refuse(given: Any) -> None:
     """Refuse nodes of the posterior of φ, which belong to another method."""
     if given is not None:
         raise TypeError(
-            "Expected no given=, by which ft.inference corrects fits of ft.ep, but got some for one of maximum "
-            "likelihood, whose intervals are given its estimated variances; leave it out"
+            "Expected no given=, by which ft.inference corrects fits of ft.ep, but got one for a fit by maximum "
+            "likelihood, whose intervals are conditional on its estimated variances; leave it out"
         )

@@ -49,7 +49,7 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
     alive = torch.ones_like(weights, dtype=torch.bool)
     for taken in range(count - 2 * faulty):
         score = scores(distances, faulty, alive, count - taken)
-        score = score.clamp(max=torch.finfo(torch.float64).max)  # infinite where one is left alone
+        score = score.clamp(max=torch.finfo(torch.float64).max)  # infinite if only one message is left
         best = score.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
         alive = alive.scatter(-1, best, False)
     chosen = alive.to(torch.int8).argsort(dim=-1, stable=True)[..., : count - 2 * faulty]
@@ -58,7 +58,7 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
+    """Return the mean of the `nearest` values to the median of every coordinate, a run of the sorted values."""
     ordered, count = ascending(values), values.shape[-1]
     centre = middle(ordered)[..., None]
     first, last = centre - ordered[..., : count - nearest + 1], ordered[..., nearest - 1 :] - centre

@@ -81,15 +81,15 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
         raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")
     if isinstance(node, Sum):
         raise TypeError(
-            f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or leave robust.rule out"
+            f"Expected messages that are Mean for {name}, but got a Sum, from which no client can be left out; use an "
+            "algorithm whose messages are averaged, such as ft.fedavg, or leave robust.rule out"
         )
     return node
 
 
 def _finish(rule: Rule, spread: float, batch: RowsOf) -> Tree:
     if rule.reference is not None and not bool((batch.ids == rule.reference).any()):
-        raise ValueError(f"Expected client {rule.reference}, whom {rule.name} trusts, in every round; ask everybody")
+        raise ValueError(f"Expected client {rule.reference}, which {rule.name} trusts, in every round; use cohort=None")
     return tree.map(partial(_average, rule, spread), in_order(batch, rule.reference).message, is_leaf=Mean)
 
 

@@ -82,16 +82,16 @@ def rule(average: Rule, network: Network | None = None, *, spread: float = 1.0) 
         exchange, again = before_changes(algorithm.exchange)
         if network is None and not adds_up(exchange):
             raise ValueError(
-                "Expected an algorithm over a plain star, of which the server may see every message, but got another "
-                "exchange, or noise that the server adds to sums; for one over a graph pass the algorithm's network, "
-                "and leave out the server's noise: a robust rule needs the messages that it hides"
+                "Expected an algorithm over a plain star, whose server may see every message, but got another exchange "
+                "or noise that the server adds to sums; for an algorithm over a graph pass its network, and leave out "
+                "the server's noise, because a robust rule needs the messages that the noise hides"
             )
         mean = robust_star._replace(scatter=exchange.scatter, traffic=exchange.traffic)
         plain = dataclasses.replace(algorithm, exchange=exchange)
         if algorithm.told is not None:
             wrapped = totals(plain, average, network, mean)
         elif network is not None:
-            raise ValueError("Expected totals (`told`) over a network, but got an algorithm of fresh messages only")
+            raise ValueError("Expected persistent contributions (`told`) over a network, but got fresh messages only")
         else:
             wrapped = dataclasses.replace(plain, exchange=mean)
         return dataclasses.replace(wrapped, exchange=again(wrapped.exchange))
@@ -161,7 +161,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
         )
     if algorithm.told.averages is Averages.NONE:
         raise ValueError(
-            f"Expected totals that an average may stand for, but those of {algorithm.settings.get('algorithm')} are "
+            f"Expected totals that an average may replace, but those of {algorithm.settings.get('algorithm')} are "
             "sums and nothing else (Told.averages); no robust rule can replace them"
         )
     if algorithm.told.averages is Averages.CONVEX and not rule.convex:
@@ -226,8 +226,8 @@ def _server(
 ) -> Table:
     if not isinstance(batch, RowsOf):
         raise TypeError(
-            "Expected every client's message, but got what another exchange makes of them; leave robust totals their "
-            "own, which no secure sum can replace"
+            "Expected every client's message, but got the result of another exchange; do not replace the exchange of "
+            "robust totals, not even by a secure sum"
         )
     fresh, told = batch.message.fresh, _written(table.told, batch)
     aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, batch.ids)))

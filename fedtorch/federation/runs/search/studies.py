@@ -50,7 +50,7 @@ class Trials(GridSearch):
 
     Attributes:
         settings: arguments of `build`.
-        scores: the metric on the clients' validation rows when a trial ended; all NaN of one that diverged.
+        scores: the metric on the clients' validation rows when a trial ended; NaN if it diverged.
         diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
         largest_is_best: of the metric.
         rounds: finished rounds of each trial.
@@ -278,7 +278,7 @@ def _study(search: Any, largest_is_best: bool, seed: int, factor: int, first: in
 
 
 def _distributions(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[Any, Any]]]:
-    """Return (Optuna's distributions, the values by their names of choices that it cannot store)."""
+    """Return (Optuna's distributions; for choices of values that it cannot store, the values by name)."""
     from optuna.distributions import BaseDistribution, CategoricalDistribution
 
     distributions: dict[str, Any] = {}

@@ -235,7 +235,7 @@ class SearchLedger:
         if self._private not in (None, private):
             raise ValueError(
                 "Expected settings that are all private or all exact, but got some of each: the search's epsilon would "
-                "say nothing of the exact ones; search them apart, or give each setting a mechanism"
+                "not cover the exact ones; search them separately, or give each setting a mechanism"
             )
         self._private = private
 

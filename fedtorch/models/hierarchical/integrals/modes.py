@@ -18,13 +18,14 @@ from fedtorch.models.hierarchical._forms import Powers, monomials
 from fedtorch.models.hierarchical.integrals.exponential import ExponentialFamily, Rows
 
 _STEPS = 200
-# a step below this many sds of the normal approximation is not taken: integration about the mode covers it
+# Newton's method stops at steps of so many sds of the normal approximation, because integration about the mode
+# corrects for its error.
 _NEAR = 0.03
-_EXACT = 1e-9  # the same for Laplace's method, which does not
-_STILL = 0.3  # the same at the first mode, from which the others start
+_EXACT = 1e-9  # likewise for Laplace's method, which does not correct for it
+_STILL = 0.3  # likewise for the first mode, from which the search for the others starts
 _MOST = 5  # most coefficients for which all products of four columns are formed
-_NUMBERS = 2**25  # most numbers in all, about
-_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, for any prior sd
+_NUMBERS = 2**25  # about the most elements of all these products
+_LEAST = 2.0**-60  # smallest share of a step; a wide prior sd needs small ones, as predictors are curved over few units
 
 
 class White(NamedTuple):

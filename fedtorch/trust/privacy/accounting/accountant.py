@@ -105,7 +105,7 @@ def epsilon(
 def _warned(what: str, value: float) -> float:
     """Return a result, with a warning if it is an upper bound."""
     if isinstance(value, UpperBound):
-        _LOG.warning("%s: %s, for the tight value would take too long", what, value)
+        _LOG.warning("%s: %s, because the tight value would take too long", what, value)
     return value
 
 

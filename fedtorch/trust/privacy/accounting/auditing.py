@@ -69,7 +69,7 @@ class Audit(NamedTuple):
     epsilon: float  # lower bound with this confidence; 0 if nothing was found
     hits: int  # runs in the region, of the neighbour that it indicates
     false_alarms: int  # runs in the region, of the other neighbour
-    runs: int  # counted of either
+    runs: int  # number of counted runs with each neighbour
     region: Region
     delta: float
     confidence: float
@@ -102,8 +102,8 @@ def audit(
     Args:
         solver: `(module, loss=, optimizer=) -> LocalSolver`, such as
             `functools.partial(privacy.example_level, clip=1.0, noise=3.73, sampling_rate=1.0, steps=1, delta=1e-5)`.
-        runs: counted of either neighbour.
-        choosing: runs of either kind that choose the region, and without a score the attack.
+        runs: how many runs with each neighbour are counted.
+        choosing: how many further runs with each neighbour choose the region, and without `score` also the score.
         rounds: of each run.
         rows: of each client.
         width: parameters of the model.
@@ -163,8 +163,8 @@ def audit_outputs(
         inside: `(R, D)` released with the canary, a row a run.
         outside: `(R, D)` without.
         delta: the δ that is claimed.
-        choosing: number of first runs of either kind that choose the region, and without a score train the attack; the
-            others are counted.
+        choosing: how many first runs with each neighbour choose the region, and without `score` also the score; the
+            other runs are counted.
         confidence: confidence of the bound.
         score: of the releases; default: `learnt_attack`, which needs no knowledge of the mechanism.
 

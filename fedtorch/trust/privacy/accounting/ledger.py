@@ -214,8 +214,8 @@ class Ledger:
         for name, value in mine.items():
             if theirs[name] != value:
                 raise ValueError(
-                    f"expected {name} {value!r}, but it says {theirs[name]!r}; one ledger has one claim, so give each "
-                    "its own: against whom both claims hold, their epsilons and deltas add up"
+                    f"expected {name} {value!r}, but it has {theirs[name]!r}; a ledger has one claim, so use a ledger "
+                    "for each claim; against an adversary of both claims, their epsilons and deltas add up"
                 )
         self.identity = bytes.fromhex(row["ledger"])
 
@@ -253,9 +253,7 @@ def _check_head(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
     head = _head(ledger)
     if not head.exists():
         if digests:
-            _LOG.warning(
-                "no %s beside the ledger: its %d entries are taken for all that there were", head, len(digests)
-            )
+            _LOG.warning("no %s beside the ledger: its %d entries are taken to be complete", head, len(digests))
         _write_head(ledger, identity, digests)
         return
     known = files.read_json(head)
@@ -272,8 +270,8 @@ def _check_entries(digests: Sequence[str], entries: int, last: str, where: str) 
     if len(digests) < entries:
         raise ValueError(
             f"Expected a ledger of at least {entries} rounds in {where}, but got one of {len(digests)}: it was cut, or "
-            "an old copy was put in its place. Without the others nobody can say what was released; bring back the "
-            "newest copy, and count what is missing as spent"
+            "an old copy was put in its place. Without the other rounds it is unknown what was released; restore the "
+            "newest copy, and count missing rounds as spent"
         )
     if entries and last and digests[entries - 1] != last:
         raise ValueError(
@@ -288,8 +286,8 @@ def _check_not_lost(ledger: Path) -> None:
     head = _head(ledger)
     if not ledger.exists() and head.exists() and (known := files.read_json(head))["entries"]:
         raise ValueError(
-            f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
-            f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
+            f"Expected the ledger {ledger} with the {known['entries']} rounds of {head.name}, but it is lost; restore "
+            f"it, or remove {head.name} to start a ledger without these rounds"
         )
 
 

@@ -58,8 +58,8 @@ def look_alone(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> 
     changed = [name for name, old in before.items() if name not in after or not same(old, after[name])]
     if changed:
         raise ValueError(
-            f"Expected buffers that stay as they are, but training changes {', '.join(changed)} of {name}: what rows "
-            "leave there would be published without noise; make the layer leave its buffers alone"
+            f"Expected buffers that training does not change, but it changes {', '.join(changed)} of {name}: what rows "
+            "leave there would be published without noise; make the layer leave its buffers unchanged"
         )
     with torch.no_grad(), seeded(0):
         if not loss.random and not torch.allclose(second := evaluate(), first, 1e-5, 1e-5, equal_nan=True):
@@ -238,7 +238,7 @@ def _layers_agree(point: _Point, rounding: float) -> bool:
             weighted = leaf * tree.along(share, leaf)
             scale = point.bound * float(weighted.flatten(2).norm(dim=2).sum()) + rounding
             if not _close(total.to(torch.float64), weighted.sum(1), 2 * scale):
-                _LOG.warning("training goes on with ghost=False: layers give another gradient of %s", name)
+                _LOG.warning("training continues with ghost=False: ghost norms give another gradient of %s", name)
                 return False
     return True
 

@@ -89,7 +89,7 @@ def private_discriminant(means: Tensor, covariances: Tensor, private: Tensor, le
     if inside**2 <= most * whole**2:
         b = m / whole if whole > 0 else m
     elif outside <= _ROUNDING * whole:
-        raise ValueError("Expected means that differ in more than what must not leak, but they differ in nothing else")
+        raise ValueError("Expected means that differ outside the protected part, but they differ in it only")
     else:
         b = math.sqrt(most) * along / inside + math.sqrt(1 - most) * across / outside
     leaked, separation = float((rows.T @ b).square().sum()), float(b @ m)

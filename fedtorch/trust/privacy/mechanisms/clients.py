@@ -136,8 +136,7 @@ def client_level(
 
     Returns:
         A wrapper for runs without `cohort=`, because the accountant has to know how clients are drawn. All algorithms
-            that
-        it wraps spend from one ledger.
+        that it wraps spend from one ledger.
 
     Raises:
         ValueError: clip, noise, δ, rate, size or budget out of range. In wrapping: an algorithm whose totals do not
@@ -189,7 +188,7 @@ def _check_settings(settings: _Settings) -> None:
             f"Expected either a rate or a size of at least 1, but got {settings.sampling_rate} and {settings.size}"
         )
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
-        raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
+        raise ValueError("Expected gaussian noise for an adaptive clip, whose budget is a share of Gaussian releases")
     if settings.clip_told is not None:
         check_clip(settings.clip_told)
         if settings.sampling_rate < 1 or isinstance(settings.clip, AdaptiveClip):
@@ -204,8 +203,8 @@ def _check(algorithm: Algorithm, clip_told: float | None) -> None:
         check_total(algorithm.told)
     if (algorithm.told is None) != (clip_told is None):
         raise ValueError(
-            f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "
-            "running total is released in every round; ft.fedavg and its kin tell nothing for good"
+            f"Expected clip_told= for algorithms with persistent contributions, and for these only, but got "
+            f"{clip_told}: their running total is released in every round; ft.fedavg and its variants have none"
         )
     if not algorithm.exchange.additive:
         raise ValueError(
@@ -220,8 +219,8 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
     """Raise ValueError if a run's cohort or population is not the one that is accounted for."""
     if cohort is not None:
         raise ValueError(
-            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say "
-            "sampling_rate= or size= of client_level, which brings its own cohort"
+            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so pass "
+            "sampling_rate= or size= to client_level, which draws the cohort itself"
         )
     check_delta_of(delta, "clients", cohort, clients)
 
@@ -329,7 +328,7 @@ def _means(message: Tree) -> list[Mean]:
     means: list[Mean] = []
     _map(lambda mean: means.append(mean) or mean, message)  # type: ignore[func-returns-value]
     if not means:
-        raise ValueError("Expected clients that tell a Mean, but they tell nothing")
+        raise ValueError("Expected clients that send a Mean, but they send none")
     return means
 
 
@@ -337,8 +336,8 @@ def _map(function: Any, message: Tree) -> Tree:
     def apply(node: Tree) -> Tree:
         if isinstance(node, Sum) or not isinstance(node, Mean):
             raise TypeError(
-                f"Expected messages of Mean under client-level privacy, but got {type(node).__name__}: the number of "
-                "clients in a sum is not known to the one who adds noise; use an algorithm whose messages are averaged"
+                f"Expected messages of Mean under client-level privacy, but got {type(node).__name__}: whoever adds "
+                "noise does not know the number of clients in a sum; use an algorithm whose messages are averaged"
             )
         return function(node)
 

@@ -116,7 +116,7 @@ def local_level(
 def _check(algorithm: Algorithm) -> None:
     if algorithm.told is not None:
         raise ValueError(
-            "Expected clients that send fresh messages, but got an algorithm that tells something for good: on a graph "
+            "Expected clients that send fresh messages, but got an algorithm with persistent contributions: on a graph "
             "use privacy.node_level; over a star privacy.client_level with clip_told="
         )
     if algorithm.budget is not None:

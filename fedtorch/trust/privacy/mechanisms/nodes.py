@@ -114,8 +114,8 @@ def node_level(
 def _private(algorithm: Algorithm, clip: float, spending: Spending) -> Algorithm:
     if algorithm.told is None:
         raise ValueError(
-            "Expected an algorithm whose nodes tell something for good, such as ft.gtv, but got one of fresh messages; "
-            "over a star use privacy.client_level"
+            "Expected an algorithm whose nodes have persistent contributions, such as ft.gtv, but got one of fresh "
+            "messages; over a star use privacy.client_level"
         )
     if algorithm.budget is not None:
         raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
@@ -145,8 +145,8 @@ def _client(
     reply = algorithm.client(inbox, state.inner, data, turn)
     if tree.leaves(reply.message):
         raise TypeError(
-            "Expected nodes that tell something for good and nothing else, but they send fresh messages, which would "
-            "go to their neighbours without noise"
+            "Expected nodes that send persistent contributions only, but they send fresh messages, which would go to "
+            "their neighbours without noise"
         )
     whole, counts = algorithm.told.of(reply.state), algorithm.told.counts
     start = numbers_of(counts, state.start)

@@ -85,8 +85,8 @@ def private_process(
     gp = StackedGP(module, False)
     if not gp.gaussian or gp.exact_units or gp.module.offset is not None:
         raise ValueError(
-            "Expected a module with Gaussian noise and without mean and own_kernel, whose sums are all that is asked "
-            "of the rows, but got another"
+            "Expected a module with Gaussian noise and without mean and own_kernel, which needs only sums of the rows, "
+            "but got another"
         )
     sums = NoisedSums(
         clip_features=math.sqrt(_variance(gp)), clip_targets=clip_targets, noise=noise, delta=delta, ridge=ridge,

@@ -87,7 +87,7 @@ class PrivateLabels:
         if learns:
             raise ValueError(
                 f"Expected a server that learns nothing from the labels, but got {learns[0]!r}; its gradients would "
-                "tell one row's label through other rows"
+                "disclose a row's label through other rows"
             )
         if server.response_shared or server.model.power or server.model.combine is not summed:
             raise ValueError(

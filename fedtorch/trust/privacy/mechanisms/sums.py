@@ -82,7 +82,7 @@ class _SpentOnce(Spending):
             RuntimeError: no noised sums have been computed, so the model uses something else.
         """
         if not self._blocks:
-            raise RuntimeError("Expected a model of the noised sums, but nobody has asked for them; pass statistics=")
+            raise RuntimeError("Expected a model that uses the noised sums, but got another; pass statistics=")
 
 
 class NoisedSums:

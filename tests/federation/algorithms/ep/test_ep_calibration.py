@@ -16,7 +16,7 @@ from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import Model, generalised, hyperpriors
 
 CLIENTS = 5
-SAID = "Expected clients that tell how far they differ"
+SAID = "Expected clients that inform the spread between clients"
 
 
 def linear() -> Model:

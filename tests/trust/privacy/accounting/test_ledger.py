@@ -117,7 +117,7 @@ def test_claims_that_differ_in_more_than_the_sample_have_ledgers_of_their_own(tm
     path = tmp_path / "ledger"
     Ledger(path, CLAIM._replace(adversary="peers"), DELTA)
     for adversary in ("the server", "the server, and nobody who knows which clients were asked"):
-        with pytest.raises(ValueError, match="one ledger has one claim"):
+        with pytest.raises(ValueError, match="a ledger has one claim"):
             Ledger(path, CLAIM._replace(adversary=adversary), DELTA)
 
 
@@ -171,7 +171,7 @@ def test_a_lost_ledger_is_an_error(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ValueError, match="it is lost"):
         run.step()
-    with pytest.raises(ValueError, match=r"of which ledger.head knows 1 rounds, but it is lost; bring it back, or"):
+    with pytest.raises(ValueError, match=r"with the 1 rounds of ledger.head, but it is lost; restore it, or"):
         resumed()
     head.unlink()
     with pytest.raises(ValueError, match="pass the file that belongs to it"):
@@ -308,7 +308,7 @@ def test_a_last_line_that_is_not_whole_is_set_aside(
     if not keep:
         path.with_name("ledger.head").unlink()  # a kill at the very first line
     again = Ledger(path, CLAIM, DELTA)
-    assert "was not whole (17 bytes), as after a kill" in caplog.text
+    assert "was incomplete (17 bytes), as after a kill" in caplog.text
     assert path.with_name("ledger.partial").read_bytes() == b'{"entry": 4, "rou\n'
     again.spend(keep, Release(2.0))
     assert path.read_bytes().startswith(whole)

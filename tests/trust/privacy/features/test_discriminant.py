@@ -64,5 +64,5 @@ def test_what_cannot_be_is_refused() -> None:
         privacy.private_discriminant(means, covariances, private, -0.1)
     with pytest.raises(ValueError, match="positive definite"):
         privacy.private_discriminant(means, -covariances, private, 0.1)
-    with pytest.raises(ValueError, match="differ in nothing else"):
+    with pytest.raises(ValueError, match="differ outside the protected part"):
         privacy.private_discriminant(means, covariances, torch.eye(4), 0.1)

@@ -88,7 +88,7 @@ def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"algorithm": ft.scaffold(sgd(0.1))}, "tells something for good"),
+        ({"algorithm": ft.scaffold(sgd(0.1))}, "with persistent contributions"),
         ({"algorithm": private()}, "local_level twice"),
         ({"algorithm": local() | privacy.client_level(1.0, 1.0, delta=DELTA)}, "choose one level of privacy"),
         ({"quorum": 0}, "a quorum of at least 1, but got 0"),
@@ -106,7 +106,7 @@ def test_what_cannot_be_private_here(settings: dict, expected: str) -> None:
 @pytest.mark.parametrize(
     ("quorum", "carry", "expected"),
     [
-        (3, plain(), r"at least 3 clients, on which privacy.local_level\(quorum=3\) rests, but got .*plain\(\)"),
+        (3, plain(), r"at least 3 clients, which privacy.local_level\(quorum=3\) relies on, but got .*plain\(\)"),
         (3, sealed(ft.Network.ring(N)), "sums under masks of at least 3 clients"),
         (4, masked(), "sums under masks of at least 4 clients"),
         (3, masked(bits=1), "shares of noise of at least 2"),

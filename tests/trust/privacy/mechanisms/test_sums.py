@@ -240,7 +240,7 @@ def test_sums_are_drawn_in_runs_that_pay_for_them_and_paid_for_where_they_are_dr
     sampler = lambda **more: ft.gibbs(sparse.regression(**more), sparse.hierarchy(), sweeps=2, chains=1)
     with pytest.raises(RuntimeError, match="outside a run"):
         ft.Run(sampler(statistics=made), ft.InProcess(WIDE), torch.zeros(3))
-    with pytest.raises(RuntimeError, match="nobody has asked for them"):
+    with pytest.raises(RuntimeError, match="a model that uses the noised sums"):
         ft.run(sampler() | made.protect(), ft.InProcess(WIDE), torch.zeros(3), rounds=1)
     with pytest.raises(ValueError, match=r"sums\.protect twice"):
         sampler() | made.protect() | made.protect()
