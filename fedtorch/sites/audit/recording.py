@@ -220,10 +220,10 @@ class ServerRecording:
 
 
 def agreeing(record: AuditRecord | None, ask: Ask) -> Ask:
-    """Return what is done in the place of `ask` where sites agree on a design: it writes what it asks, and who answers.
+    """Return a function like `ask`, for agreements on a design, that also records questions and answers.
 
     Args:
-        record: None for none.
+        record: the audit record; None for none.
         ask: asks sites.
     """
     return ask if record is None else partial(_agreed, record, ask)
@@ -232,9 +232,9 @@ def agreeing(record: AuditRecord | None, ask: Ask) -> Ask:
 def _agreed(record: AuditRecord, ask: Ask, question: Question) -> Heard:
     digests: dict[str, str] = {}
     payloads = {site: send.message for site, send in question.requests.items()}
-    said = frames.read(next(iter(payloads.values())), "the server").about
+    metadata = frames.read(next(iter(payloads.values())), "the server").about
     for group in _groups(payloads):
-        about = {name: said[name] for name in ("kind", "sequence", "question")}
+        about = {name: metadata[name] for name in ("kind", "sequence", "question")}
         record.note("asked", run=question.run, digests=_digests(group), **about)
     _keep_digests(question, digests)
     return _ask(record, ask, question, digests)

@@ -318,8 +318,8 @@ def one_of(inbox: Tree, alike: str = "were sent the same") -> Tree:
     """Return one client's inbox `(...)` of inboxes `(K, ...)` that are all equal.
 
     Args:
-        inbox: of all clients, or what else they should have in common.
-        alike: what they do then, in words.
+        inbox: inboxes of all clients, or other values that must be equal.
+        alike: the condition in words, for the error.
 
     Raises:
         Refusal: they differ.

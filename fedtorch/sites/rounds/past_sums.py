@@ -166,17 +166,17 @@ class PastSums:
                 self.advance(step, sites)
 
     def of_agreement(self, columns: Iterable[str], sites: frozenset[str], *, confirmed: bool) -> None:
-        """Refuse that a design of some columns follows from these sites where others were behind one of a column.
+        """Refuse a design of some columns if an earlier design of one of them was from other sites.
 
-        One that is confirmed is remembered; by a site without a folder as long as its process runs, as its answers are.
+        A confirmed design is recorded; without a folder, as long as the process runs, like the site's answers.
 
         Args:
-            columns: of which the site has told, histograms or levels.
-            sites: from whose answers the design follows, or as long as it is not confirmed, may follow.
-            confirmed: whether this site is about to say that it agrees.
+            columns: columns that the site has described by histograms or levels.
+            sites: sites whose answers determine the design; before confirmation, those that may be in it.
+            confirmed: whether this site is about to confirm that it agrees.
 
         Raises:
-            Refusal: other sites, or there is no memory of sums in the site's folder.
+            Refusal: other sites, or there is no record in the site's folder.
         """
         if self._facts.path is not None:
             self.open()
@@ -187,8 +187,9 @@ class PastSums:
                 if known is not None and self._differs(known, nobody, sites):
                     raise Refusal(
                         f"the site has agreed on {column!r} {self._when(known)}, and agrees on it with the same sites "
-                        "only: the designs' difference would be what those have told that are in one of them; ask the "
-                        "same sites again, and let others make rows by their design, sites.agree(host, names, design)"
+                        "only: the designs' difference would disclose the answers of those that are in only one of "
+                        "them; ask the same sites again, and let others make rows by their design, "
+                        "sites.agree(host, names, design)"
                     )
             for start in starts.values():
                 self.of_round(start, (), None, sites, confirmed=confirmed)
@@ -282,7 +283,7 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
 
 
 def _start_of_column(column: str) -> bytes:
-    """Return what stands for the start of a sum where sites agree on a column."""
+    """Return the digest that replaces a sum's start for agreements on a column."""
     return hashlib.sha256(json.dumps(["agreement", column]).encode()).digest()
 
 

@@ -178,8 +178,8 @@ def test_a_site_that_was_not_in_the_agreement_is_told_so_where_a_run_lists_it(ca
     host = loopback(without="d")
     design = agree(host, NAMES, FORMULA, quorum=3, **ASK)
     host.start("d")
-    remedy = r"makes rows by its design, sites.agree\(host, \['d'\], design\), and tells nothing of its columns for it"
-    with pytest.raises(ValueError, match=f"'d' has a frame, of which no rows are made yet.*{remedy}"):
+    remedy = r"sites.agree\(host, \['d'\], design\), and disclose nothing of their columns for it"
+    with pytest.raises(ValueError, match=f"'d' has a frame without a design yet.*{remedy}"):
         Remote(host, NAMES, "it", timeout=1.0)
     (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("_site_log")]
     assert "sites.agree(host, ['d'], design)" in line
