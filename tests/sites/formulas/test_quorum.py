@@ -122,7 +122,7 @@ def test_nothing_in_a_quorum_s_design_is_of_fewer_rows_than_the_minimum() -> Non
         (1.5, 4, "above 0 and at most 1"),
         (5, 4, "1 to 4 sites, but got 5"),
         (math.nan, 4, "but got nan"),
-        (1, 4, r"at least 2 of 4 sites, .* but got 1, which is 1 site; say 1.0 for all of them"),
+        (1, 4, r"at least 2 of 4 sites, .* but got 1, which is 1 site; use 1.0 for all sites"),
         (0.25, 4, "at least 2 of 4 sites"),
     ],
 )

@@ -183,7 +183,7 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     withheld(host, "d", phase)
     with pytest.raises(RuntimeError, match=r"the round is lost, because \['d'\] failed after others had confirmed"):
         run.step()
-    assert "site 'd' is left out of sums under masks: in one it sent nothing" in caplog.text
+    assert "site 'd' is left out of sums under masks, because in one it sent nothing" in caplog.text
     host.start("d")
     with pytest.raises(RuntimeError, match="the round is lost"):
         run.step()
