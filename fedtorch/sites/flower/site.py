@@ -1,4 +1,4 @@
-"""A site whose process Flower starts for every message: the `ClientApp` for a server of `flower.transport`.
+"""A site whose process Flower starts for every message: the `ClientApp` for a server of `transport.flower`.
 
 The site's settings come from its SuperNode's command, not from the app::
 
@@ -45,7 +45,7 @@ def app() -> Any:
 
 
 def take_part(settings: Mapping[str, Any], opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
-    """Return (the site's name, its answers to frames of the server); see `flower.transport.client_app`.
+    """Return (the site's name, its answers to frames of the server); see `transport.flower.client_app`.
 
     Raises:
         ValueError: the node's settings are incomplete.

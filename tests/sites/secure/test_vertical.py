@@ -194,7 +194,7 @@ def test_models_that_need_more_than_a_sum_are_refused() -> None:
 
 def test_a_party_that_is_not_there_is_no_sum() -> None:
     made, _ = halves("noiseless", True, 2, active=(None, [True, True, False]))
-    with pytest.raises(Aborted, match=r"parties \[3\] are not there"):
+    with pytest.raises(Aborted, match=r"parties \[3\] are missing"):
         together(made)
 
 
