@@ -1,7 +1,7 @@
-"""The command `fedtorch`: runs from files, data, reports, ranks and sites; `fedtorch COMMAND --help` tells more.
+"""The command `fedtorch`: runs from files, data, reports, ranks and sites; see `fedtorch COMMAND --help`.
 
-Exit codes: 0 when all is well, 1 when something could not be done or is not as it should be, 2 for a wrong call.
-A command's module says what it takes and imports what it needs only when it runs, so that help comes at once.
+Exit codes: 0 for success, 1 for a failure or a failed check, 2 for wrong arguments. A command's module defines its
+arguments, and imports what it needs only when it runs, so that help appears at once.
 """
 
 from fedtorch._lazy import attach

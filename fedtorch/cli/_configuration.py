@@ -67,30 +67,30 @@ def federation(
     *,
     seed: int,
 ) -> Federation:
-    """Return the federation of a configuration file, whose keys these are; `fedtorch fit --help` shows them from here.
+    """Return the federation of a configuration file, with these keys; `fedtorch fit --help` prints this docstring.
 
     Args:
         algorithm: what clients and server compute, with its local solver and its module.
         data: the clients' rows, or their loaders.
-        holdout: the part of every client's rows that is kept aside for validation; drawn by the seed.
-        validation: rows of the same clients for validation, where they are not held out, as none are of loaders.
-        test: rows of the same clients for `test` and `predict`; default: those that are held out.
-        metrics: by name, for validation and test; default: what the module's `validation_step` or `test_step` logs.
-        split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
+        holdout: fraction of every client's rows that is held out for validation, drawn by the seed.
+        validation: rows of the same clients for validation, if none are held out, as with loaders.
+        test: rows of the same clients for `test` and `predict`; default: the rows that are held out.
+        metrics: metrics by name, for validation and test; default: those logged by `validation_step` or `test_step`.
+        split: path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
         evaluation_batch_size: rows of a client that are scored or predicted at once; default: all of them.
         population: where the clients run.
-        parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round, which, by ids, or a function such as `fedtorch.poisson_cohort`.
-        faults: what goes wrong, one or several.
+        parameters: initial parameters; default: the algorithm's own start.
+        cohort: number of clients asked each round, or their ids, or a function such as `fedtorch.poisson_cohort`.
+        faults: one or several simulated faults.
         wrap: wrappers of the algorithm, the innermost first, as `algorithm | wrapper | wrapper` in Python.
-        record: who follows the run, such as a `fedtorch.Sampler`.
-        on_bad_message: what a message with NaN or Inf does.
-        anyway: whether --ckpt_path may be of other settings or rows.
-        joined: "new" where --ckpt_path may be of fewer clients, whom others have joined.
-        seed: of all randomness.
+        record: recorders of the run, such as a `fedtorch.Sampler`.
+        on_bad_message: treatment of a message with NaN or Inf.
+        anyway: whether --ckpt_path may have other settings or rows.
+        joined: "new" if --ckpt_path may have fewer clients, because others have joined since.
+        seed: seed of all randomness.
 
     Raises:
-        ValueError: both `holdout` and `validation`, or what a `Federation` refuses.
+        ValueError: both `holdout` and `validation`, or arguments that `Federation` refuses.
     """
     if holdout and validation is not None:
         raise ValueError("Expected either holdout= or validation=, but got both")
@@ -122,7 +122,7 @@ class FederationCLI(LightningCLI):
 
     Args:
         command: `fit`, `validate`, `test` or `predict`.
-        arguments: what follows it.
+        arguments: the arguments after the command.
     """
 
     def __init__(self, command: str, arguments: Sequence[str]) -> None:
@@ -141,12 +141,12 @@ class FederationCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return the command that was given, and the arguments of the Trainer's method that are not the user's."""
+        """Return the given command, with the arguments of the Trainer's method that users cannot set."""
         of_fit = {"train_dataloaders", "val_dataloaders"}
         return {self.command: {"model", "dataloaders", "datamodule", "weights_only", "return_predictions", *of_fit}}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Return the federation's arguments at the top, and the Trainer's below `trainer`."""
+        """Add the federation's arguments at the top level, and the Trainer's below `trainer`."""
         parser.add_function_arguments(federation, skip={"seed"}, fail_untyped=False)
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         if self.command == "predict":
@@ -154,7 +154,7 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse; an error is one line, where jsonargparse would list all options first."""
+        """Parse the arguments; an error is one line, without jsonargparse's list of all options."""
         try:
             self.config = parser.parse_args(args)
         except argparse.ArgumentError as error:
@@ -163,7 +163,7 @@ class FederationCLI(LightningCLI):
             keys += [f"trainer.{name}" for name in inspect.signature(L.Trainer).parameters]
             keys += [name for file in _files(args) for name in names(_content(file))]
             message = _explained(str(error), keys)
-            message = f"{message}; `fedtorch {self.command} --help` says what there is"
+            message = f"{message}; see `fedtorch {self.command} --help`"
             raise argparse.ArgumentError(None, message) from error
         if self.command in ("test", "predict") and not self.config[self.command].get("ckpt_path"):
             raise ValueError(f"Expected --ckpt_path FILE, which `fedtorch fit` has saved, but {self.command} got none")
@@ -177,7 +177,7 @@ class FederationCLI(LightningCLI):
         self.trainer = self.instantiate_trainer()
 
     def predict(self, **options: Any) -> None:
-        """Write what the models of a checkpoint predict."""
+        """Write the predictions of a checkpoint's models."""
         predictions = self.trainer.predict(**options)
         names, out = self.model.run.population.names, Path(self.config[self.subcommand]["out"])
         assert predictions is not None
@@ -186,7 +186,7 @@ class FederationCLI(LightningCLI):
             sys.stdout.write(f"predictions of {len(predictions)} clients in {out}\n")
 
     def after_fit(self) -> None:
-        """Say how it ended, and where the logs are."""
+        """Print the number of rounds, the last metrics, and the folder of the logs."""
         metrics = {name: float(value) for name, value in self.trainer.logged_metrics.items()}
         values = [f"  {name:24} {x:{'.0f' if x.is_integer() else 'g'}}\n" for name, x in metrics.items()]
         logs = [f"  logs {self.trainer.log_dir}\n"] if self.trainer.loggers else []
@@ -195,10 +195,10 @@ class FederationCLI(LightningCLI):
 
 
 class _Parser(LightningArgumentParser):
-    """Asks what a misspelt argument of a function was meant to be: the parser of its arguments knows."""
+    """A parser that suggests names for a function's misspelt arguments."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise an ArgumentError, for nothing is parsed outside of `FederationCLI`."""
+        """Raise an ArgumentError with a suggestion, for `FederationCLI`."""
         wrong, known = _UNKNOWN.search(message), [each.dest for each in self._actions if not each.dest.endswith("help")]
         if wrong and not wrong["hint"]:
             message += did_you_mean(wrong["name"], known) or f"; there is {', '.join(known)}"
@@ -211,11 +211,11 @@ _UNKNOWN = re.compile(  # jsonargparse's error for an unknown name, followed by 
     r"(?: is not accepted)?(?P<hint>; did you mean (?P<meant>\S+)\?|; there is [\w, ]+)?"
 )
 _BESIDE = re.compile(r"Not a valid subclass of \w+\. Got value: \{.*?'class_path': '([^']+)'")
-_ELSEWHERE = {"rounds": "trainer.max_epochs", "seed": "seed_everything"}  # of `ft.run`
+_ELSEWHERE = {"rounds": "trainer.max_epochs", "seed": "seed_everything"}  # arguments of `ft.run`
 
 
 def _explained(message: str, known: Sequence[str]) -> str:
-    r"""Return an error of jsonargparse with what a misspelt name was meant to be, at its full path.
+    r"""Return an error of jsonargparse with the full path of a misspelt name and a suggestion.
 
     >>> _explained("Parser key \"algorithm\":\n  Option 'muu' is not accepted; did you mean mu?", [])
     "Expected a key or an option, but got 'algorithm.muu'; did you mean algorithm.mu?"
@@ -238,15 +238,15 @@ def _explained(message: str, known: Sequence[str]) -> str:
             f"Expected class_path and init_args in {path}, but got more; the arguments of {wrong[1]} stand in init_args"
         )
     if wrong := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
-        asked = "did you mean" in message  # as packages of fedtorch do
+        asked = "did you mean" in message  # as in errors of fedtorch's packages
         return message if asked else message + did_you_mean(wrong[2], dir(sys.modules[wrong[1]]))
     if "does not correspond to a subclass" in message:
-        message += "; a function of your own has to say what it returns, such as -> FederatedData or -> Tensor"
+        message += "; your own function needs a return annotation, such as -> FederatedData or -> Tensor"
     return message
 
 
 def names(content: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted names of the arguments of all that a configuration names, as options have them.
+    """Yield the dotted names of the arguments of all classes and functions in a configuration, as in options.
 
     >>> list(names({"module": {"class_path": "torch.nn.ReLU"}}))
     ['module.inplace']
@@ -264,7 +264,7 @@ def names(content: Any, path: str = "") -> Iterator[str]:
 
 
 class _Saved(SaveConfigCallback):
-    """Keeps the configuration beside the logs, unless these are in the current folder, where the user's own may be."""
+    """Saves the configuration beside the logs, unless that is the current folder, to spare the user's own file."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = Path(trainer.log_dir or "") if trainer.loggers else Path()
@@ -274,12 +274,12 @@ class _Saved(SaveConfigCallback):
 
 
 def built(value: Any, where: str = "") -> Any:
-    """Return the value with every `class_path` in it called; one that lacks arguments becomes a `functools.partial`.
+    """Return a value with every `class_path` in it called; a call that lacks arguments becomes a `functools.partial`.
 
-    jsonargparse builds classes, but no functions that make a `NamedTuple`, as an exchange or a wrapper is.
+    jsonargparse builds classes, but not the functions that return a `NamedTuple`, such as an exchange or a wrapper.
 
     Raises:
-        ValueError: what was called refuses its arguments; the message says where in the configuration.
+        ValueError: a class or function refuses its arguments; the message gives the place in the configuration.
 
     Example:
         >>> built({"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}})
@@ -308,9 +308,9 @@ def built(value: Any, where: str = "") -> Any:
 
 
 def named(path: str) -> Callable[..., Any]:
-    """Return the function or class of a dotted path, which may lead through classes.
+    """Return the function or class of a dotted path, which may contain classes.
 
-    >>> named("fedtorch.data.partition").__name__  # which the module that it comes from is called, too
+    >>> named("fedtorch.data.partition").__name__  # the function, whose module has the same name
     'partition'
     """
     above, _, name = path.rpartition(".")
@@ -323,9 +323,9 @@ def named(path: str) -> Callable[..., Any]:
 
 @functools.cache
 def _allow_functions() -> None:
-    """Let a path name a function that makes a dataclass or a tuple of functions, and reads files of this machine only.
+    """Allow paths of functions that return a dataclass or a named tuple, and files of this machine only.
 
-    A named tuple would otherwise be read field by field.
+    jsonargparse would otherwise read a named tuple field by field.
     """
     jsonargparse.set_parsing_settings(
         subclasses_enabled=["is_pure_dataclass"],
@@ -346,12 +346,12 @@ def _refused(value: Any) -> NoReturn:
 
 
 def _content(file: Path) -> Any:
-    with suppress(yaml.YAMLError):  # of which jsonargparse's error speaks
+    with suppress(yaml.YAMLError):  # jsonargparse raises its own error for it
         return yaml.safe_load(file.read_text())
 
 
 def _files(arguments: Sequence[str]) -> list[Path]:
-    """Return the configuration files that arguments name."""
+    """Return the configuration files in arguments."""
     files = []
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         option, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""`fedtorch data`: which data sets there are, whose they are, and getting their files.
+"""`fedtorch data`: list the data sets, show their licences, and get their files.
 
 fedtorch data list
 fedtorch data licences [NAME …]
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Add the command to a parser's."""
-    data = commands.add_parser("data", help="the data sets that loaders exist for")
+    """Add the command to a parser's subcommands."""
+    data = commands.add_parser("data", help="the data sets that have loaders")
     actions = data.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="what there is, and what is at hand").set_defaults(run=_list)
-    licences = actions.add_parser("licences", help="whose they are, under which licence, and how to cite them")
-    licences.add_argument("names", nargs="*", metavar="NAME", help="as `fedtorch data list` names it; default: all")
+    actions.add_parser("list", help="list the data sets, and whether their files are present").set_defaults(run=_list)
+    licences = actions.add_parser("licences", help="show origins, licences and citations")
+    licences.add_argument("names", nargs="*", metavar="NAME", help="a name from `fedtorch data list`; default: all")
     licences.set_defaults(run=partial(_each, _attribute))
-    get = actions.add_parser("get", help="find or download the files, verify them, say where they come from")
-    get.add_argument("names", nargs="+", metavar="NAME", help="as `fedtorch data list` names it")
+    get = actions.add_parser("get", help="find or download the files, verify them, and show their origin")
+    get.add_argument("names", nargs="+", metavar="NAME", help="a name from `fedtorch data list`")
     get.set_defaults(run=partial(_each, _get))
 
 
@@ -53,7 +53,7 @@ def _files(data_set: DataSet) -> str:
 
 
 def _each(do: Callable[[DataSet], int], options: argparse.Namespace) -> int:
-    """Call `do` with the data sets that are named, or all, and return its worst exit code."""
+    """Call `do` with the named data sets, or all, and return its worst exit code."""
     from fedtorch.data.cache import data_sets
     from fedtorch.data.catalogue import describe
 

@@ -1,9 +1,9 @@
-"""`fedtorch experiments`: the tables and figures of a checkout, which has them in its folder `experiments`.
+"""`fedtorch experiments`: the tables and figures in the folder `experiments` of a checkout.
 
 fedtorch experiments list
 fedtorch experiments run NAME [--smoke] [--seeds N] [--json FILE] [--out DIR] …
 
-The main setting of most of them is a file besides, for `fedtorch fit --config`: that of `fedlin.school` is
+The main setting of most experiments is also a file for `fedtorch fit --config`: that of `fedlin.school` is
 `experiments/configs/fedlin_school.yaml`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 
 class Experiment(NamedTuple):
-    """A table or figure that can be made again."""
+    """A table or figure that can be reproduced."""
 
     name: str
     what: str
@@ -27,23 +27,23 @@ class Experiment(NamedTuple):
 
 
 def add(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the command to a parser's subcommands."""
     experiments = commands.add_parser("experiments", help="the tables and figures of a checkout")
     actions = experiments.add_subparsers(required=True, metavar="ACTION")
-    actions.add_parser("list", help="what there is, and whether its main setting is a file").set_defaults(run=_list)
-    run = actions.add_parser("run", help="make one: print its table beside the published figures")
+    actions.add_parser("list", help="list experiments, and whether the main setting is a file").set_defaults(run=_list)
+    run = actions.add_parser("run", help="run one: print its table beside the published figures")
     run.set_defaults(run=_run)
-    run.add_argument("name", metavar="NAME", help="as `fedtorch experiments list` names it")
+    run.add_argument("name", metavar="NAME", help="a name from `fedtorch experiments list`")
     run.add_argument(
-        "arguments", nargs=argparse.REMAINDER, help="of the experiment: --smoke, --seeds N, --out DIR, --help …"
+        "arguments", nargs=argparse.REMAINDER, help="its arguments: --smoke, --seeds N, --out DIR, --help …"
     )
 
 
 def checkout() -> Path:
-    """Return the folder that has `experiments`: the current one, or that of the package where it runs from a checkout.
+    """Return the folder with `experiments`: the current one, or that of the package in a checkout.
 
     Raises:
-        FileNotFoundError: neither has it, as experiments are no part of a wheel.
+        FileNotFoundError: neither has it, because experiments are not part of a wheel.
     """
     for folder in (Path.cwd(), Path(__file__).parents[2]):
         if (folder / "experiments" / "common.py").is_file() and (folder / "fedtorch").is_dir():
@@ -55,7 +55,7 @@ def checkout() -> Path:
 
 
 def experiments(folder: Path) -> list[Experiment]:
-    """List all that have a `main`, by name (`fedlin.school`); their files are read and not run."""
+    """Return all experiments with a `main`, sorted by name (`fedlin.school`); their files are read but not run."""
     root, experiments = folder / "experiments", []
     for file in [*root.glob("*.py"), *root.glob("*/*.py")]:
         parts = file.relative_to(root).with_suffix("").parts

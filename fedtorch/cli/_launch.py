@@ -1,13 +1,12 @@
-"""`fedtorch launch`: a script on several ranks that begin anew when one of them dies::
+"""`fedtorch launch`: a script on several ranks, which are restarted when one of them dies::
 
     fedtorch launch --processes 4 --restarts 3 train.py …                                 one machine
     fedtorch launch --processes 8 --machines 2 --at node-1:29400 train.py …               on each of two
-    fedtorch launch --processes 8 --machines 1:2 --at node-1:29400 train.py …             on two, of which one may go
+    fedtorch launch --processes 8 --machines 1:2 --at node-1:29400 train.py …             on two, of which one may fail
 
-It is `torchrun` with a rendezvous that survives: after a death all ranks are started again, and meet at a store of
-their own. (With gloo and the store that torchrun shares by default, the new ranks may read there where the dead ones
-listened, and connect to nobody.) The script goes on from the last round that it has saved, where all machines can read
-it, with as many ranks as there are::
+It is `torchrun` with a safe rendezvous: after a failure all ranks are restarted with a store of their own. (With gloo
+and torchrun's shared store, the new ranks may read addresses of dead ones from the store, and fail to connect.) The
+script resumes from the last saved round, in a file that all machines can read, with the present number of ranks::
 
     run = ft.Run(algorithm, ft.Distributed(data))
     if file.exists():
@@ -24,32 +23,32 @@ import os
 from typing import Any
 
 STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# A word, which argparse turns into a number; the variable may list threads by nesting.
+# Text, which argparse converts to a number; the variable may be a list by nesting level.
 THREADS = os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]
 
 
 def add(commands: Any) -> None:
-    """Add the command to a parser's."""
-    what = "run a script on several ranks, anew when one dies; `torchrun` inside"
+    """Add the command to a parser's subcommands."""
+    what = "run a script on several ranks by `torchrun`, and restart them when one dies"
     parser = commands.add_parser("launch", help=what, description=what)
     parser.set_defaults(run=launch)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="ranks on this machine (default 1)")
-    parser.add_argument("--machines", default="1", metavar="N|MIN:MAX", help="that take part (default 1)")
+    parser.add_argument("--machines", default="1", metavar="N|MIN:MAX", help="number of machines (default 1)")
     parser.add_argument(
-        "--threads", type=int, default=THREADS, metavar="N", help="of torch in a rank (default OMP_NUM_THREADS, or 1)"
+        "--threads", type=int, default=THREADS, metavar="N", help="threads of a rank (default OMP_NUM_THREADS, or 1)"
     )
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="so many at most (default 3)")
-    parser.add_argument("--at", default="localhost:0", metavar="HOST:PORT", help="where machines meet; one of them")
-    parser.add_argument("--id", default="fedtorch", metavar="NAME", help="of the run, the same on all machines")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="most restarts (default 3)")
+    parser.add_argument("--at", default="localhost:0", metavar="HOST:PORT", help="address of one of the machines")
+    parser.add_argument("--id", default="fedtorch", metavar="NAME", help="name of the run, the same on all machines")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def torchrun_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments of `torchrun`.
 
     Raises:
-        ValueError: several machines that do not know where to meet.
+        ValueError: several machines without --at.
     """
     if options.machines != "1" and options.at.startswith("localhost"):
         raise ValueError("Expected --at HOST:PORT of one of the machines, the same on all, but got none")
@@ -59,11 +58,11 @@ def torchrun_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Run the script until all ranks have ended well.
+    """Run the script until all ranks have succeeded.
 
     Raises:
-        ValueError: several machines that do not know where to meet.
-        ChildProcessError: ranks have died more often than they are started anew.
+        ValueError: several machines without --at.
+        ChildProcessError: a rank has failed after the last restart.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -76,6 +75,6 @@ def launch(options: argparse.Namespace) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise ChildProcessError(
-            f"Expected all ranks to end well after {options.restarts} restarts, but rank {rank} ended with exit code "
-            f"{failure.exitcode}; see what it says above"
+            f"Expected all ranks to succeed within {options.restarts} restarts, but rank {rank} ended with exit code "
+            f"{failure.exitcode}; see its output above"
         ) from error

@@ -21,7 +21,7 @@ COMMANDS = (fit, experiments, data, report, record, sites, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, those of the process unless given, and return its exit code."""
+    """Run the command with `arguments`, by default those of the process, and return its exit code."""
     parser = Parser(prog="fedtorch", description="Federated modelling on PyTorch and Lightning")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error: the known dotted names that are most like a name, as a question, or nothing."""
+    """Return a question with the known dotted names most similar to `name`, to append to an error, or ""."""
     parts, paths = name.split("."), [each.split(".") for each in known]
     for i, part in enumerate(parts):
         beside = sorted({path[i] for path in paths if path[:i] == parts[:i] and path[i:]})
@@ -35,10 +35,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Asks what a misspelt option or command was meant to be; so do the parsers of its commands."""
+    """A parser that suggests options and commands for misspelt ones; so do the parsers of its commands."""
 
     def error(self, message: str) -> NoReturn:
-        """End with a message, after the usage."""
+        """Exit with the usage, the message and a suggestion."""
         wrong = re.search(r"invalid choice: '(\S+)'|unrecognized arguments: (--[^\s=]+)", message)
         super().error(message + (did_you_mean(wrong[1] or wrong[2], _names(self)) if wrong else ""))
 

@@ -1,4 +1,4 @@
-"""Predictions of clients as a file of tensors."""
+"""Clients' predictions as a file of tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def write_predictions(path: Path | str, predictions: Mapping[str, Sequence[Any]]
     """Write a safetensors file: a tensor for each client, by name, or one for each field, `client.field`.
 
     Args:
-        path: of the file, which appears whole.
-        predictions: by client, of each of its batches; they are put one after the other.
+        path: path of the file, which appears only when complete.
+        predictions: predictions of each batch, by client; they are concatenated.
 
     Raises:
-        TypeError: predictions that are no tensors, or trees of them.
+        TypeError: predictions that are not tensors or trees of tensors.
 
     Example:
         >>> import tempfile, torch

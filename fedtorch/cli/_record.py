@@ -1,8 +1,8 @@
-"""`fedtorch record`: what was done, and whether anybody has changed it since.
+"""`fedtorch record`: verification of records, whether anybody has changed them.
 
-fedtorch record verify run.safetensors.json              a run on record, see `fedtorch.trust.record`
+fedtorch record verify run.safetensors.json              a recorded run, see `fedtorch.trust.record`
 fedtorch record verify record.jsonl --certificate PEM    an audit record, see `fedtorch.sites.audit.audit`
-fedtorch record verify SERVER SITE … --certificate PEM   and whether the server's and the sites' agree
+fedtorch record verify SERVER SITE … --certificate PEM   audit records, also whether the server's and sites' agree
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Add the command to a parser's."""
-    record = commands.add_parser("record", help="runs on record, and audit records of sites and servers")
+    """Add the command to a parser's subcommands."""
+    record = commands.add_parser("record", help="verify recorded runs, and audit records of sites and servers")
     actions = record.add_subparsers(required=True, metavar="ACTION")
-    verify = actions.add_parser("verify", help="find what was changed")
+    verify = actions.add_parser("verify", help="find changes")
     verify.add_argument("files", nargs="+", metavar="FILE", help="audit records, or JSON files beside checkpoints")
     verify.add_argument(
-        "--certificate", type=Path, metavar="PEM", help="of the authority, or of the signer of an audit record"
+        "--certificate", type=Path, metavar="PEM", help="certificate of the authority, or of an audit record's signer"
     )
-    verify.add_argument("--roster", type=Path, metavar="FILE", help="of the server, which knows the sites' keys")
-    verify.add_argument("--head", metavar="N:HASH", help="an entry that was noted before and has to be there")
+    verify.add_argument("--roster", type=Path, metavar="FILE", help="the server's roster, with the sites' keys")
+    verify.add_argument("--head", metavar="N:HASH", help="an entry noted before, which must be in the record")
     verify.set_defaults(run=_verify_all)
 
 

@@ -2,14 +2,14 @@
 
 fedtorch authority DIR --server DIR               server: make an authority, and in another folder the server's identity
 fedtorch invite NAME --authority DIR --at H:P     server: print a token for a site
-fedtorch admit --authority DIR --server DIR --listen H:P   server: enrol the sites that show a token, until interrupted
-fedtorch revoke NAME --server DIR --why TEXT      server: let a site in no longer
-fedtorch enrol TOKEN --identity DIR [--renew]     site: make a key, and have it certified
+fedtorch admit --authority DIR --server DIR --listen H:P   server: enrol sites that have a token, until interrupted
+fedtorch revoke NAME --server DIR --why TEXT      server: revoke a site's key
+fedtorch enrol TOKEN --identity DIR [--renew]     site: make a key, and get a certificate for it
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over; --ask: only after a yes
-fedtorch join --check --data my_data.py           site: say what the file lets a server have, and connect to nobody
+fedtorch join --check --data my_data.py           site: show what the file lets a server have, without connecting
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
-fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
-fedtorch states DIR --begin-sums                  site: begin the memory of sums under masks and of agreements
+fedtorch states DIR [--clean DAYS]                site: list the stored runs; delete runs that ended so long ago
+fedtorch states DIR --begin-sums                  site: create the record of its sums under masks and agreements
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedtorch.cli._terminal import log
 
 
 def add(commands: Any) -> None:
-    """Add the commands to a parser's."""
+    """Add the commands to a parser's subcommands."""
     _add_server(commands)
     _add_site(commands)
 
@@ -39,17 +39,17 @@ def _add_server(commands: Any) -> None:
     authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its key; a run does not need it")
     authority.add_argument("--renew", action="store_true", help="give the server a new certificate of this authority")
     invite = _command(commands, "invite", _invite, "server: print a token for a site")
-    invite.add_argument("name", metavar="NAME", help="of the site, which its certificate will say")
-    invite.add_argument("--at", required=True, metavar="HOST:PORT", help="where `fedtorch admit` listens")
-    invite.add_argument("--days", type=float, default=3.0, metavar="N", help="until it expires (default 3)")
-    invite.add_argument("--rows", type=int, metavar="N", help="so many rows at most may the site say that it has")
-    admit = _command(commands, "admit", _admit, "server: enrol the sites that show a token, until interrupted")
-    admit.add_argument("--listen", required=True, metavar="HOST:PORT", help="where sites find it")
-    revoke = _command(commands, "revoke", _revoke, "server: let a site in no longer")
-    revoke.add_argument("name", metavar="NAME", help="of the site")
-    revoke.add_argument("--why", default="", metavar="TEXT", help="for the record")
+    invite.add_argument("name", metavar="NAME", help="the site's name, for its certificate")
+    invite.add_argument("--at", required=True, metavar="HOST:PORT", help="address of `fedtorch admit`")
+    invite.add_argument("--days", type=float, default=3.0, metavar="N", help="days until it expires (default 3)")
+    invite.add_argument("--rows", type=int, metavar="N", help="most rows that the site may report")
+    admit = _command(commands, "admit", _admit, "server: enrol sites that have a token, until interrupted")
+    admit.add_argument("--listen", required=True, metavar="HOST:PORT", help="address at which sites enrol")
+    revoke = _command(commands, "revoke", _revoke, "server: revoke a site's key")
+    revoke.add_argument("name", metavar="NAME", help="the site's name")
+    revoke.add_argument("--why", default="", metavar="TEXT", help="reason, which is stored and sent to the site")
     for command in (invite, admit):
-        command.add_argument("--authority", required=True, metavar="DIR", type=Path, help="of `fedtorch authority`")
+        command.add_argument("--authority", required=True, metavar="DIR", type=Path, help="the authority's folder")
     for command in (authority, admit, revoke):
         command.add_argument(
             "--server",
@@ -60,39 +60,39 @@ def _add_server(commands: Any) -> None:
         )
     for command in (authority, admit):
         command.add_argument(
-            "--lifetime", type=float, default=365.0, metavar="DAYS", help="of a new certificate (default 365)"
+            "--lifetime", type=float, default=365.0, metavar="DAYS", help="lifetime of a new certificate (default 365)"
         )
 
 
 def _add_site(commands: Any) -> None:
-    enrol = _command(commands, "enrol", _enrol, "site: make a key, and have it certified")
-    enrol.add_argument("token", metavar="TOKEN", help="of `fedtorch invite`, as the server gave it")
-    enrol.add_argument("--renew", action="store_true", help="get a new certificate for the key that is there")
-    join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
-    join.add_argument("address", metavar="HOST:PORT", nargs="?", help="of the server of the run")
+    enrol = _command(commands, "enrol", _enrol, "site: make a key, and get a certificate for it")
+    enrol.add_argument("token", metavar="TOKEN", help="the token from the server's side, made by `fedtorch invite`")
+    enrol.add_argument("--renew", action="store_true", help="get a new certificate for the existing key")
+    join = _command(commands, "join", _join, "site: answer a server's requests until a run is over")
+    join.add_argument("address", metavar="HOST:PORT", nargs="?", help="address of the run's server")
     source = join.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, policy")
     source.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument(
-        "--check", action="store_true", help="read --data, say what it lets a server have, and connect to nobody"
+        "--check", action="store_true", help="read --data, and show what it lets a server have, without connecting"
     )
     join.add_argument(
         "--ask",
         action="store_true",
         help="show what leaves in a run, or for a formula, and wait for yes on the terminal",
     )
-    join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
-    join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
+    join.add_argument("--states", type=Path, metavar="DIR", help="folder for states; default: beside the identity")
+    join.add_argument("--save", type=Path, metavar="FILE", help="file for the clients' tensors after the run")
     join.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of a silent server (default 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="longest silence of the server (default 600)"
     )
     join.add_argument(
-        "--threads", type=int, default=THREADS, metavar="N", help="of torch (default OMP_NUM_THREADS, or 1)"
+        "--threads", type=int, default=THREADS, metavar="N", help="threads of torch (default OMP_NUM_THREADS, or 1)"
     )
     join.add_argument(
         "--record", type=Path, metavar="FILE", help="the audit record; default: record.jsonl among the states"
     )
-    states = _command(commands, "states", _show_states, "site: what is kept of each run, and delete those that ended")
+    states = _command(commands, "states", _show_states, "site: list the stored runs, and delete those that ended")
     states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
     states.add_argument(
         "--clean", type=float, metavar="DAYS", help="delete runs that ended so many days ago or earlier"
@@ -100,9 +100,9 @@ def _add_site(commands: Any) -> None:
     states.add_argument(
         "--begin-sums",
         action="store_true",
-        help="begin the memory of sums under masks and of agreements, of a site that was in none (enrol has done it)",
+        help="create the record of sums under masks and agreements, for a site that was in none (enrol does so, too)",
     )
-    states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these though they are pending")
+    states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these runs though pending")
     for command in (enrol, join):
         command.add_argument(
             "--identity",
@@ -126,7 +126,7 @@ def _make_authority(options: argparse.Namespace) -> None:
 
     if options.folder.resolve() == options.server.resolve():
         raise ValueError(
-            "Expected two folders, for the authority's key must not be where the server runs, but got "
+            "Expected two folders, because the authority's key must not be where the server runs, but got "
             f"{options.folder} for both; choose another --server"
         )
     if not options.renew:
@@ -184,7 +184,7 @@ def _enrol(options: argparse.Namespace) -> None:
 
     made = enrolment.enrol(enrolment.Token.read(options.token), options.identity, options.renew)
     if not options.renew:
-        with suppress(FileExistsError):  # it is another identity of the same site
+        with suppress(FileExistsError):  # for another identity of the same site
             past_sums.begin(options.identity / "states")
     where = f"the identity is in {options.identity}, its certificate ends on {made.ends:%Y-%m-%d}"
     print(f"enrolled as {made.name!r}; {where}")
@@ -205,7 +205,7 @@ def _join(options: argparse.Namespace) -> None:
     if options.ask and (sys.stdin is None or not sys.stdin.isatty()):
         raise ValueError(
             "Expected a terminal with --ask, where somebody says yes or no, but got none; start it there, or leave "
-            "--ask out: Policy(...) holds all runs to its limits, and --check says what these let a server have"
+            "--ask out: Policy(...) limits all runs, and --check shows what these limits let a server have"
         )
     (_take_part if options.half is None else _run_half)(options)
 
@@ -225,7 +225,7 @@ def _run_half(options: argparse.Namespace) -> None:
 
 
 def _begin(options: argparse.Namespace, me: Any) -> None:
-    """Say which site this is, and give torch the threads that were asked for."""
+    """Log which site this is, and set torch's number of threads."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -257,15 +257,15 @@ def _take_part(options: argparse.Namespace) -> None:
 
 
 def _say_yes(shown: str) -> bool:
-    """Show a text, and wait on the terminal for yes or no; its end is a no."""
+    """Show a text, and wait on the terminal for yes or no; the end of input counts as no."""
     print(f"\n{shown}")
     while True:
         try:
-            said = input("Take part? yes or no: ").strip().lower()
+            reply = input("Take part? yes or no: ").strip().lower()
         except EOFError:
             return False
-        if said in ("yes", "no"):
-            return said == "yes"
+        if reply in ("yes", "no"):
+            return reply == "yes"
 
 
 def _show_states(options: argparse.Namespace) -> None:
@@ -276,7 +276,7 @@ def _show_states(options: argparse.Namespace) -> None:
 
     if options.begin_sums:
         past_sums.begin(options.folder)
-        print(f"{options.folder} remembers from now on which sums under masks and agreements the site takes part in")
+        print(f"{options.folder} has a new record of the sums under masks and agreements in which the site takes part")
     if options.clean is not None or options.abandon:
         for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
             print(f"deleted {each.run}")

@@ -1,4 +1,4 @@
-"""What others say, on a terminal: without characters that move its cursor, or hide what is shown before or after."""
+"""Text from others for the terminal, without characters that move the cursor or hide other text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def printable(text: str) -> str:
-    r"""Return a text whose characters print; the others stand there as their codes, but for ends of lines.
+    r"""Return a text with its unprintable characters replaced by their codes, except line ends.
 
     >>> printable("it is late\x1b[8m")
     'it is late\\u001b[8m'
@@ -20,7 +20,7 @@ class _Printable(logging.Formatter):
 
 
 def log() -> None:
-    """Log on the terminal, from INFO on."""
+    """Log to the terminal, at level INFO and above."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Printable("%(asctime)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Ways to carry messages, for `carry=` of populations and of a site's policy: `plain`, `masked` sums, `sealed`."""
+"""Transports of messages, for `carry=` of populations and policies: `plain`, `masked` sums, `sealed` envelopes."""
 
 from fedtorch.federation.exchanges.carry import plain as plain
 from fedtorch.sites.envelopes.sealed import sealed as sealed

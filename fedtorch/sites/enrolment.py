@@ -1,11 +1,11 @@
-"""Enrolment: a site gets its certificate by a token, which its server's side hands over by hand, mail or telephone.
+"""Enrolment: a site gets its certificate with a token, which the server's side delivers by hand, mail or telephone.
 
-A token is text: where to enrol, the fingerprint of the authority's key, and a secret. By the fingerprint the site knows
-whom it talks to before it says anything; by the secret the server knows the site, whose key, made at the site, proves
-itself by signing the request. The server keeps the secret's digest only. A token has one use: whoever renames its file
-has used it, and a name is bound to the key that came with it. It expires by the server's clock.
+A token is text: the address, the fingerprint of the authority's key, and a secret. The fingerprint identifies the
+server before the site sends anything. The secret identifies the site, and the request is signed with the key that the
+site has made. The server stores only the secret's digest. A token works once, because using it renames its file, and
+its name is bound to the key of that request. It expires by the server's clock.
 
-`EnrolmentServer` answers on a port of its own, where it shows the authority's certificate and asks for none.
+`EnrolmentServer` answers on its own port, with the authority's certificate and without asking for one.
 
 >>> import tempfile
 >>> from fedtorch.sites import Roster
@@ -16,7 +16,7 @@ has used it, and a name is bound to the key that came with it. It expires by the
 >>> known = identity.make_authority(authority)
 >>> enrolling = EnrolmentServer(authority, "127.0.0.1:0", roster)
 >>> token: Token = invite(authority, "ward 7", f"127.0.0.1:{enrolling.port}", rows=1000)
->>> text = str(token)  # to be handed over
+>>> text = str(token)  # to be delivered to the site
 >>> enrol(Token.read(text), f"{folder.name}/site")
 Identity('ward 7')
 >>> enrolling.close()
@@ -60,24 +60,24 @@ DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
 LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
 _AT_ONCE = 4
-_MARK = "fedtorch1."  # what a token begins with, and its version
+_MARK = "fedtorch1."  # prefix of a token, with its version
 _LOG = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
-    """Holds all that a site needs in order to enrol."""
+    """An invitation with which a site can enrol."""
 
-    address: str  # where
-    name: str  # as whom
-    authority: str  # fingerprint of its key
+    address: str  # host and port of the server
+    name: str  # the site's name
+    authority: str  # fingerprint of the authority's key
     secret: str
 
     @classmethod
     def read(cls, text: str) -> Token:
-        """Return the token of a text.
+        """Return the token from its text.
 
         Raises:
-            ValueError: it is none, or not all of it.
+            ValueError: the text is not a complete token.
         """
         try:
             if not text.strip().startswith(_MARK):
@@ -85,10 +85,10 @@ class Token(NamedTuple):
             coded = text.strip().removeprefix(_MARK)
             token = cls(**json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))))
             if not all(isinstance(part, str) for part in token):
-                raise ValueError("its parts are no texts")
+                raise ValueError("its parts are not texts")
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"Expected a whole token as `fedtorch invite` prints it, but got another: {error}"
+                f"Expected a complete token as printed by `fedtorch invite`, but got another text: {error}"
             ) from None
         return token
 
@@ -108,18 +108,18 @@ def invite(
     rows: int | None = None,
     now: Callable[[], float] = time.time,
 ) -> Token:
-    """Return a token for a site of this name, which expires after so many seconds.
+    """Return a token for a site.
 
     Args:
-        authority: its folder, which `fedtorch authority` makes.
-        name: of the site.
+        authority: the authority's folder, made by `fedtorch authority`.
+        name: name of the site.
         address: host and port at which the server enrols sites.
-        seconds: until it expires.
-        rows: how many rows the site may say that it has, at most; None for any number.
-        now: seconds since 1970.
+        seconds: time until the token expires.
+        rows: most rows that the site may report; None for no limit.
+        now: returns seconds since 1970.
 
     Raises:
-        ValueError: no name for a site.
+        ValueError: the name is not valid for a site.
     """
     check_name(name)
     folder, token = Path(authority), secrets.token_urlsafe(32)
@@ -130,18 +130,18 @@ def invite(
 
 
 def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:
-    """Make a key, have it certified, and keep the identity in a folder.
+    """Make a key, get a certificate for it, and save the identity in a folder.
 
     Args:
-        token: of the server's side.
-        folder: of the identity.
-        renew: get a new certificate for the key that is in the folder.
+        token: the token from the server's side.
+        folder: folder for the identity.
+        renew: get a new certificate for the key in the folder.
 
     Raises:
-        FileExistsError: the folder has an identity, and it is not to be renewed.
-        FileNotFoundError: there is none that could be renewed.
-        ConnectionError: nobody answers at the token's address, or somebody else does.
-        PermissionError: the server does not take the token, and says why; or gives a certificate of another kind.
+        FileExistsError: the folder has an identity, and `renew` is False.
+        FileNotFoundError: there is no identity to renew.
+        ConnectionError: nobody answers at the token's address, or not the token's authority.
+        PermissionError: the server rejects the token, with a reason; or returns a certificate of another kind.
     """
     if not renew and (Path(folder) / "certificate.pem").exists():
         raise FileExistsError(
@@ -170,14 +170,14 @@ class EnrolmentServer:
     """Enrols sites until it is closed.
 
     Args:
-        authority: its folder, which `fedtorch authority` makes; needed while sites enrol, and not by a run.
-        address: host and port to listen at; with port 0, `port` says which was free.
-        roster: to which sites are added.
-        limits: of attempts and of connections.
-        lifetime: of sites' certificates.
+        authority: the authority's folder, made by `fedtorch authority`; enrolment needs it, and a run does not.
+        address: host and port to listen at; with port 0, the attribute `port` is the chosen one.
+        roster: roster to which sites are added.
+        limits: limits on attempts and connections.
+        lifetime: lifetime of sites' certificates.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: the address cannot be used.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class EnrolmentServer:
         self._server.start()
 
     def close(self) -> None:
-        """Take no more sites."""
+        """Stop enrolling sites."""
         self._connections.close()
         self._server.stop(1.0).wait(LIMITS.seconds)
 
@@ -216,13 +216,13 @@ def admit(
     now: Callable[[], float] = time.time,
     lifetime: timedelta = identity.YEAR,
 ) -> bytes:
-    """Return the certificate for a token's secret and a signing request; use up the token, and let the site in.
+    """Return the certificate for a token's secret and a signing request; use up the token, and admit the site.
 
-    A site that renews its certificate keeps the number of rows that was agreed, unless the token says another.
+    A site that renews its certificate keeps the agreed number of rows, unless the token has another.
 
     Raises:
         PermissionError: no such token, or it has been used or has expired.
-        ValueError: the signing request is none; the token is as it was.
+        ValueError: the signing request is malformed; the token can still be used.
     """
     promise, expected = _promise(authority, secret), "Expected a token that is new"
     try:
@@ -230,14 +230,14 @@ def admit(
     except FileNotFoundError:
         raise PermissionError(f"{expected}, but it has been used, or never existed; ask for another") from None
     except ValueError as error:
-        _LOG.error("%s", error)  # which is not for the site
-        raise PermissionError(f"{expected}, but what is known of it is damaged; ask for another") from None
+        _LOG.error("%s", error)  # only for the server's own log
+        raise PermissionError(f"{expected}, but its file at the server is damaged; ask for another") from None
     if now() > agreed["expires"]:
         promise.unlink(missing_ok=True)
         raise PermissionError(f"{expected}, but it has expired; ask for another")
     certificate = identity.sign(authority, request, agreed["name"], lifetime)
     try:
-        promise.rename(promise.with_suffix(".used"))  # one of several that try succeeds
+        promise.rename(promise.with_suffix(".used"))  # only one of several attempts can succeed
     except FileNotFoundError:
         raise PermissionError(f"{expected}, but it has just been used; if not by you, tell the server's side") from None
     name, key = agreed["name"], identity.fingerprint(certificate)
@@ -265,14 +265,14 @@ def _promise(folder: Path, secret: str) -> Path:
 
 
 def _authority(token: Token) -> bytes:
-    """Return the authority's certificate as the server shows it, if it has the key that the token names."""
+    """Return the authority's certificate from the server, if its key has the token's fingerprint."""
     host, _, port = token.address.rpartition(":")
     shown = ""
     with suppress(OSError, ValueError):
         shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=LIMITS.seconds)
     if not shown:
         raise ConnectionError(
-            f"Expected somebody who enrols sites at {token.address}, but got no answer; ask whether it is up"
+            f"Expected an enrolment server at {token.address}, but got no answer; ask whether it is running"
         )
     if not secrets.compare_digest(identity.fingerprint(shown.encode()), token.authority):
         raise ConnectionError(

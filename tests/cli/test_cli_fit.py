@@ -327,7 +327,7 @@ def test_rows_for_validation_are_held_out_or_given() -> None:
     [
         (changed("algorithm.init_args.mu", "much"), "mu"),
         (changed("algorithm.class_path", "fedavg"), "Expected a dot import path string: fedavg"),
-        (changed("algorithm", call("fedtorch.data.digits")), "has to say what it returns"),
+        (changed("algorithm", call("fedtorch.data.digits")), "needs a return annotation"),
         (changed("parameters", call("os.system", command="exit")), "denied"),
         (
             changed("algorithm", call("fedtorch.matrix_normal", local=LOCAL, covariance=3)),

@@ -80,7 +80,7 @@ def test_who_is_revoked_stays_so(server: str, capsys: pytest.CaptureFixture[str]
 def test_a_memory_of_sums_is_begun_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     states = str(tmp_path / "states")
     assert cli.main(["states", states, "--begin-sums"]) == 0
-    assert "remembers from now on which sums" in capsys.readouterr().out
+    assert "has a new record of the sums" in capsys.readouterr().out
     file = tmp_path / "states" / "sums.jsonl"
     before = file.read_bytes()
     assert "keep it, or move it away" in refused(capsys, "states", states, "--begin-sums")
@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_said_in_a_line(
     authority: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "Expected a name of 1 to 63" in refused(capsys, "invite", "../a", "--authority", authority, "--at", "h:1")
-    assert "Expected a whole token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
+    assert "Expected a complete token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
     here = str(tmp_path / "a")
     join = ["join", "h:1", "--identity", here, "--data"]
     assert "make one with `fedtorch enrol`" in refused(capsys, *join, "my_data.py")
@@ -166,7 +166,7 @@ policy = Policy(minimum=10, columns=("age", "death"), after_fit=("margins",), ro
     file.write_text(file.read_text().replace("minimum=10", "minimum=1"))
     assert cli.main(["join", "--check", "--data", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "a number may be of one row" in said
+    assert "a number may come from a single row" in said
     assert "Before a run: clients' names and row counts" in said
     assert "Expected HOST:PORT" in refused(capsys, "join", "--data", str(file))
     assert "Expected --data FILE with --check" in refused(capsys, "join", "--check", "--half", "half.py")

@@ -1,4 +1,4 @@
-"""Find the key that has signed a record, and the certificate that vouches for it."""
+"""The key that has signed a record, and the certificates that vouch for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedtorch.sites.identity.roster import Roster
 
 
 def certificate_in(first: log.Entry) -> bytes | None:
-    """Return the certificate with which a record begins, None where there is none."""
+    """Return the certificate in a record's first entry, None if there is none."""
     certificate = str(first.content.get("certificate", "")).encode()
     try:
         key_of(certificate)
@@ -28,21 +28,21 @@ def certificate_in(first: log.Entry) -> bytes | None:
 
 
 def name_in(certificate: bytes) -> str:
-    """Return what a certificate calls its holder."""
+    """Return the name of a certificate's holder."""
     return Identity(b"", certificate, b"").name
 
 
 def stranger(signer: bytes, certificate: bytes | None, roster: Path | str | None) -> str | None:
-    """Return why the signer need not be who it says it is, None where somebody vouches for it."""
+    """Return why a signer's name cannot be trusted; None if a certificate or roster vouches for it."""
     name, key = name_in(signer), fingerprint(signer)
     if certificate is None and roster is None:
-        return f"nobody vouches for the key {key[:16]} that calls itself {name!r}: pass a certificate or a roster"
+        return f"nobody vouches for the key {key[:16]} of the name {name!r}: pass a certificate or a roster"
     if certificate is not None and (fingerprint(certificate) == key or issued(signer, certificate)):
         return None
     site = None if roster is None else Roster(roster).sites.get(name)
     if site is not None and site.key == key:
         return None
-    return f"signed by another key: {key[:16]}, which calls itself {name!r}, is not the one that was expected"
+    return f"signed by another key: {key[:16]}, of the name {name!r}, is not the expected one"
 
 
 def issued(certificate: bytes, authority: bytes) -> bool:
@@ -61,7 +61,7 @@ def key_of(certificate: bytes) -> Any:
 
 
 def fits(key: Any, content: bytes, signature: str) -> bool:
-    """Return whether a key has made a signature."""
+    """Return whether a key has made a signature of `content`."""
     try:
         assert isinstance(key, ec.EllipticCurvePublicKey)
         key.verify(base64.b64decode(signature), content, ec.ECDSA(hashes.SHA256()))
@@ -71,7 +71,7 @@ def fits(key: Any, content: bytes, signature: str) -> bool:
 
 
 def is_server(certificate: bytes, authority: bytes) -> bool:
-    """Return whether an authority has certified that this is a server."""
+    """Return whether a certificate is a server's, by an authority."""
     try:
         checked = x509.load_pem_x509_certificate(certificate)
         usage = checked.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value

@@ -1,12 +1,12 @@
-"""The audit record: who asked what of whom, when, under which policy, and what was answered or refused and why.
+"""The audit record of requests and answers: who asked, when, under which policy, and why something was refused.
 
-A site and a server each append to a file of their own while they work. Every entry has the hash of the one before and
-a signature by the key of the identity (ECDSA, P-256). An entry says digests, counts and reasons; it contains no rows,
-no models and no messages. `verify` finds entries that were changed, removed or moved, and records of another key;
-`compare` finds where the server's record and a site's contradict each other, also what was cut off at their ends.
+A site and a server each append to their own file. Every entry has the hash of the previous one and a signature by the
+identity's key (ECDSA, P-256). An entry contains digests, counts and reasons, but no rows, models or messages. `verify`
+finds entries that were changed, removed or moved, and records of another key. `compare` finds contradictions between
+the server's record and a site's, including entries removed at the end.
 
-Whoever holds the key can write another record from its first entry on. What they cannot do is to make it agree with the
-record of the other side, or with a last entry (`AuditRecord.head`) that was noted elsewhere.
+The holder of the key can forge a whole new record. But it will not agree with the record of the other side, or with a
+last entry (`AuditRecord.head`) that was noted elsewhere.
 
 >>> import tempfile, threading, torch, fedtorch as ft
 >>> from fedtorch.sites import AuditRecord, Policy, SiteConfiguration, join
@@ -51,19 +51,19 @@ from fedtorch import _files as files, chained_log as log
 from fedtorch.sites.audit import _signers as signers
 from fedtorch.sites.identity.identity import Identity, fingerprint
 
-_MOST = 8192  # bytes of JSON of a field; of a longer one the record has the digest
+_MOST = 8192  # most bytes of a field as JSON; a longer one is replaced by its digest
 _STATEMENT = b"fedtorch begin 1\n"
 
 
 class AuditRecord:
-    """A record that a server or a site appends to.
+    """An audit record of a server or a site.
 
     Args:
-        path: of the file; a record of the same key is continued, by several processes at once if need be.
-        identity: whose key signs the entries.
+        path: path of the file; an existing record of the same key is continued. Several processes may append to it.
+        identity: identity whose key signs the entries.
 
     Raises:
-        ValueError: the file is no record, or one of another key; or the identity's key and certificate do not match.
+        ValueError: the file is not a record, or is one of another key; or the identity's key and certificate differ.
 
     Example:
         >>> import tempfile
@@ -101,14 +101,14 @@ class AuditRecord:
 
     @property
     def head(self) -> str:
-        """Return number and hash of the last entry, joined by a colon."""
+        """Return the number and hash of the last entry, joined by a colon."""
         return f"{self._log.entries}:{self._log.head}"
 
     def note(self, event: str, *, durable: bool = False, **about: Any) -> None:
-        """Append an entry, forced to the disk if it is to be `durable`; a field that is too long becomes its digest.
+        """Append an entry, flushed to disk if `durable`; a field that is too long becomes its digest.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the entry cannot be written.
         """
         self._log.append({"event": event, **{name: _bounded(value) for name, value in about.items()}})
         if durable:
@@ -116,34 +116,34 @@ class AuditRecord:
 
     @staticmethod
     def entries(path: Path | str) -> Iterator[dict[str, Any]]:
-        """Yield what the entries of a record say, whoever has written it, unverified."""
+        """Yield the content of a record's entries, without verification."""
         yield from (entry.content for entry in log.read(path) if entry.content)
 
     def expect(self, head: str) -> None:
-        """Raise ValueError unless the record has the entry of a `head` that was noted before."""
+        """Raise ValueError unless the record has the entry of an earlier `head`."""
         if problem := _lacks(self.path, head):
-            raise ValueError(f"Expected the record {self.path} as it was known to a checkpoint, but {problem}")
+            raise ValueError(f"Expected the record {self.path} to continue that of a checkpoint, but {problem}")
 
     def sync(self) -> None:
-        """Force all entries to the disk."""
+        """Flush all entries to disk."""
         self._log.sync()
 
     def statement(self, about: Mapping[str, Any]) -> dict[str, str]:
-        """Return what a server adds to what it begins a run with: its certificate, and its signature of that."""
+        """Return a server's certificate and its signature of the content `about` with which it begins a run."""
         signature = self._sign(_STATEMENT + log.canonical(about))
         return {"certificate": self.identity.certificate.decode(), "signature": signature}
 
     def server_of(self, about: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
-        """Return the fingerprint of the server's key, if an identity of the same authority has made the statement.
+        """Return the fingerprint of the server's key, if a server of the same authority has signed the statement.
 
         Raises:
-            ValueError: another has, or the certificate is none for servers.
+            ValueError: another key has signed it, or the certificate is not a server's.
         """
         certificate, signature = (str(statement.get(name, "")).encode() for name in ("certificate", "signature"))
         content = _STATEMENT + log.canonical(about)
         certified = signers.is_server(certificate, self.identity.authority)
         if not certified or not signers.fits(signers.key_of(certificate), content, signature.decode()):
-            raise ValueError("the server has not signed what it begins the run with")
+            raise ValueError("the server has not signed the content with which it begins the run")
         return fingerprint(certificate)
 
     def _sign(self, content: bytes) -> str:
@@ -151,11 +151,11 @@ class AuditRecord:
 
 
 class Verdict(NamedTuple):
-    """Holds the result of `verify` and `compare`."""
+    """The result of `verify` and `compare`."""
 
     message: str  # begins with OK or FAILED
-    problems: tuple[str, ...]  # none where all is well
-    remarks: tuple[str, ...] = ()  # what is worth knowing, and no contradiction
+    problems: tuple[str, ...]  # empty if the result is OK
+    remarks: tuple[str, ...] = ()  # observations that are no contradictions
 
     @property
     def holds(self) -> bool:
@@ -166,15 +166,15 @@ class Verdict(NamedTuple):
 def verify(
     path: Path | str, *, certificate: bytes | None = None, roster: Path | str | None = None, head: str | None = None
 ) -> Verdict:
-    """Return whether a record is as its signer has written it, and who that is.
+    """Return whether a record is unchanged since its signer wrote it, and the signer.
 
-    Entries that are missing at the end are noticed by `head`, or by `compare` with the record of the other side.
+    Missing entries at the end are detected only by `head`, or by `compare` with the record of the other side.
 
     Args:
-        path: of the record.
-        certificate: as PEM, of the signer or of the authority that has certified it.
-        roster: of the server, which has the site's key; one of both has to vouch for the signer.
-        head: number and hash of an entry that has to be there, see `AuditRecord.head`.
+        path: path of the record.
+        certificate: PEM certificate of the signer or of its authority.
+        roster: the server's roster, with the site's key; `certificate` or `roster` has to vouch for the signer.
+        head: number and hash of an entry that must be in the record, see `AuditRecord.head`.
 
     Raises:
         OSError: the file cannot be read.
@@ -182,7 +182,7 @@ def verify(
     first = next(log.read(path), log.NONE)
     signer = signers.certificate_in(first)
     if signer is None:
-        return _verdict(["the file does not begin with the certificate of who has signed it"])
+        return _verdict(["the file does not begin with the certificate of its signer"])
     name = signers.name_in(signer)
     problems = [] if (problem := signers.stranger(signer, certificate, roster)) is None else [problem]
     public = signers.key_of(signer)
@@ -199,15 +199,15 @@ def verify(
     if head is not None and (problem := _lacks(path, head)):
         problems.append(problem)
     message = f"{count} entries, {first.content['time'][:16]} to {last[:16]} UTC, signed by {name!r}"
-    half = ("the last line was only written in part, which the next entry will mend",) if partial else ()
+    half = ("the last line is incomplete, which the next entry will repair",) if partial else ()
     return _verdict(problems, message, half)
 
 
 def compare(path: Path | str, other: Path | str) -> Verdict:
-    """Return whether a server's record and a site's agree on the runs that both have, each of which is verified before.
+    """Return whether a server's record and a site's agree on their common runs; verify both records before.
 
-    What one side has sent and the other has not received is a remark; what one has received and the other says that it
-    has not sent is a problem, and so is what is missing at the end.
+    A frame that was sent but not received is a remark. A frame that was received but not sent, according to the other
+    record, is a problem; so are missing entries at the end.
 
     Raises:
         OSError: a file cannot be read.
@@ -218,40 +218,40 @@ def compare(path: Path | str, other: Path | str) -> Verdict:
         raise ValueError(f"Expected the records of a server and of a site, but got {[side.name for side in sides]}")
     server, site = sorted(sides, key=lambda side: not side.serves)
     asked, answered = ({run: sent.get(site.name, {}) for run, sent in part.items()} for part in server.traffic)
-    shared, problems, unheard = sorted(asked.keys() & site.traffic[0].keys()), list[str](), [0, 0]
+    shared, problems, lost = sorted(asked.keys() & site.traffic[0].keys()), list[str](), [0, 0]
     for run in shared:
         requests, answers = site.traffic[0][run][site.name], site.traffic[1].get(run, {}).get(site.name, {})
         for number in [number for digest, number in requests.items() if digest not in asked[run]]:
             problems.append(f"entry {number} of {site.name!r} is a request that {server.name!r} has no record of")
         for number in [number for digest, number in answered.get(run, {}).items() if digest not in answers]:
             problems.append(f"entry {number} of {server.name!r} is an answer that {site.name!r} has no record of")
-        unheard[0] += len(asked[run].keys() - requests.keys())
-        unheard[1] += len(answers.keys() - answered.get(run, {}).keys())
+        lost[0] += len(asked[run].keys() - requests.keys())
+        lost[1] += len(answers.keys() - answered.get(run, {}).keys())
     if not shared:
         problems.append(f"{server.name!r} and {site.name!r} have no run in common")
-    remarks = [f"{unheard[0]} requests did not reach {site.name!r}"] if unheard[0] else []
-    remarks += [f"{unheard[1]} answers of {site.name!r} were not taken, late or lost"] if unheard[1] else []
+    remarks = [f"{lost[0]} requests did not reach {site.name!r}"] if lost[0] else []
+    remarks += [f"{lost[1]} answers of {site.name!r} were late or lost"] if lost[1] else []
     only = [(each.name, len(each.traffic[0].keys() - set(shared))) for each in (server, site)]
-    remarks += [f"{count} runs are in the record of {name!r} alone" for name, count in only if count]
+    remarks += [f"{count} runs are only in the record of {name!r}" for name, count in only if count]
     return _verdict(problems, f"{server.name!r} and {site.name!r} agree on {len(shared)} runs", tuple(remarks))
 
 
 def is_record(path: Path | str) -> bool:
-    """Return whether a file begins like an audit record."""
+    """Return whether a file begins as an audit record does."""
     return Path(path).is_file() and next(log.read(path), log.NONE).content.get("event") == "opened"
 
 
 def serves(path: Path | str) -> bool:
-    """Return whether a record is a server's, which asks."""
+    """Return whether a record is a server's, by its events."""
     return any(entry["event"] in ("run", "asked") for entry in AuditRecord.entries(path))
 
 
 class _Side(NamedTuple):
-    """A record as `compare` needs it."""
+    """A record's content for `compare`."""
 
     name: str
     serves: bool
-    # requests, and answers: by run, by site, digest -> number of the entry
+    # (requests, answers): run -> site -> digest -> number of the entry
     traffic: tuple[dict[str, dict[str, dict[str, int]]], dict[str, dict[str, dict[str, int]]]]
 
     @classmethod
@@ -280,7 +280,7 @@ def _verdict(problems: list[str], message: str = "", remarks: tuple[str, ...] = 
 
 
 def _lacks(path: Path | str, head: str) -> str | None:
-    """Return why an entry that was noted elsewhere is not in a record, None where it is."""
+    """Return the problem if an entry noted elsewhere is not in a record; None if it is."""
     number, _, wanted = head.partition(":")
     last = 0
     for entry in log.read(path):
@@ -289,7 +289,7 @@ def _lacks(path: Path | str, head: str) -> str | None:
             return None
     if number.isdecimal() and int(number) > last:
         return f"entries {last + 1} to {number} are missing at the end"
-    return f"entry {number} is not the one that was noted, with hash {wanted[:16]}"
+    return f"entry {number} is not the one noted, with hash {wanted[:16]}"
 
 
 def _bounded(value: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Messages between sites that the server carries and cannot read: keys of a run, sealed messages."""
+"""Sealed messages between sites, which the server carries and cannot read, and keys of a run."""

@@ -1,7 +1,4 @@
-"""Sealed envelopes between the sites of a graph: what the server passes on, what a site writes and opens.
-
-See `sealed` for what they are good for.
-"""
+"""Sealed envelopes between the sites of a graph, at the server and at a site; see `sealed` for their purpose."""
 
 from __future__ import annotations
 
@@ -23,26 +20,26 @@ from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 from fedtorch.wire import PayloadError
 
-_FROM = "from "  # what an envelope's name begins with when it is passed on
+_FROM = "from "  # prefix of an envelope's name when the server passes it on
 
 
 class Envelopes:
-    """Ask sites for envelopes, as the server, and pass on the last ones of every site that it has committed.
+    """The server's store of envelopes, which passes on the last committed ones of every site.
 
     Args:
         request: (site, number of the request) -> a request for envelopes.
-        wait: makes the step that waits for sites.
-        next_sequence: a number for requests.
+        wait: returns the step that waits for sites.
+        next_sequence: returns a new number for a request.
     """
 
     def __init__(self, request: Callable[[str, int], Send], wait: Wait, next_sequence: Callable[[], int]) -> None:
         self._request, self._wait, self._next = request, wait, next_sequence
-        self._held: dict[str, dict[str, bytes]] = {}  # by sender and receiver
-        self._fresh: set[str] = set()  # whose envelopes are sealed for the keys of the directory
+        self._held: dict[str, dict[str, bytes]] = {}  # envelopes by sender and receiver
+        self._fresh: set[str] = set()  # senders whose envelopes are sealed for the directory's keys
         self._directory = b""
 
     def gather(self, sites: Sequence[str], directory: bytes) -> Half:
-        """Ask those sites for envelopes whose last ones are not for the keys of this directory."""
+        """Request envelopes from sites whose last ones are not sealed for the keys of this directory."""
         if directory != self._directory:
             self._fresh.clear()
             self._directory = directory
@@ -55,12 +52,12 @@ class Envelopes:
             self._fresh.update(answers.messages)
 
     def forget(self) -> None:
-        """Ask sites for their envelopes again, as they stand in another round."""
+        """Discard all envelopes, so that sites are asked again, in the states of another round."""
         self._fresh.clear()
         self._held.clear()
 
     def keep(self, envelopes: Mapping[str, dict[str, bytes]]) -> None:
-        """Take envelopes, by sender and receiver, in place of those that the senders sent before."""
+        """Store envelopes by sender and receiver, in place of the senders' earlier ones."""
         self._held.update(envelopes)
 
     def to(self, site: str) -> dict[str, bytes]:
@@ -69,58 +66,63 @@ class Envelopes:
 
 
 class SiteEnvelopes:
-    """A site's.
+    """Writes and opens a site's envelopes.
 
     Args:
-        keys: of the site.
-        algorithm: as the site has built it.
-        network: whose nodes are the clients.
-        server: the server's state in the beginning, of which `total` alone is ever made anew.
-        initial: what a node tells before it has been asked, `(1, ...)`.
-        own: the numbers of the site's nodes.
+        keys: the site's keys.
+        algorithm: the algorithm, as built by the site.
+        network: the network, whose nodes are the clients.
+        server: the server's initial state, of which only `total` changes.
+        initial: a node's initial contribution, `(1, ...)`.
+        ids: numbers of the site's nodes.
 
     Raises:
-        Refusal: the algorithm's server keeps more than what nodes tell.
+        Refusal: the algorithm's server has more state than the total of contributions.
     """
 
     def __init__(
-        self, keys: SiteKeys, algorithm: Algorithm, network: Network, server: Any, initial: Tree, own: range
+        self, keys: SiteKeys, algorithm: Algorithm, network: Network, server: Any, initial: Tree, ids: range
     ) -> None:
         if tree.leaves(server._replace(total=None)):
-            raise Refusal("the algorithm's server has a state of its own, which envelopes between nodes do not make")
-        self._keys, self._algorithm, self._server, self._initial, self._own = keys, algorithm, server, initial, own
+            raise Refusal("the algorithm's server has a state of its own, which envelopes between nodes do not provide")
+        self._keys, self._algorithm, self._server, self._initial, self._ids = keys, algorithm, server, initial, ids
         self._edges, self._nodes = torch.cat([network.edges, network.edges.flip(1)]), network.nodes  # (2E, 2)
         self._sealer: Sealer | None = None
         self._epoch: int | None = None
 
-    def write(self, directory: bytes, told: Tree) -> dict[str, bytes]:
-        """Envelopes by receiver, of what the site's nodes tell `(K, ...)`; raises `Refusal` for a bad directory."""
-        sealer, envelopes = self._seal(), {}
+    def write(self, directory: bytes, contributions: Tree) -> dict[str, bytes]:
+        """Return envelopes by receiver with the contributions `(K, ...)` of the site's nodes.
+
+        Raises:
+            Refusal: the directory is invalid.
+        """
+        sealer, envelopes = self._current_sealer(), {}
         for speaker in self._others(directory):
-            nodes = self._between(self._own, _nodes(speaker))
+            nodes = self._between(self._ids, _nodes(speaker))
             if len(nodes):
-                envelopes[speaker.name] = sealer.seal(speaker, wire.encode(tree.take(told, nodes - self._own.start)))
+                content = wire.encode(tree.take(contributions, nodes - self._ids.start))
+                envelopes[speaker.name] = sealer.seal(speaker, content)
         return envelopes
 
-    def heard(self, blobs: Mapping[str, bytes], told: Tree, ids: Tensor) -> Tree:
+    def inboxes(self, blobs: Mapping[str, bytes], contributions: Tree, ids: Tensor) -> Tree:
         """Return the inboxes of nodes `ids` of the site, `(K, ...)`.
 
         Args:
             blobs: the directory and the envelopes, by name.
-            told: by all nodes of the site, `(K', ...)`.
-            ids: of some of them.
+            contributions: contributions of all nodes of the site, `(K', ...)`.
+            ids: numbers of some of them.
 
         Raises:
-            Refusal: an envelope is missing, or not to be believed.
+            Refusal: an envelope is missing or invalid.
         """
-        sealer, parts, numbers = self._seal(), [told], [torch.tensor(self._own)]
+        sealer, parts, numbers = self._current_sealer(), [contributions], [torch.tensor(self._ids)]
         for speaker in self._others(blobs.get(DIRECTORY, b"")):
-            nodes = self._between(_nodes(speaker), self._own)
+            nodes = self._between(_nodes(speaker), self._ids)
             if len(nodes):
                 parts.append(self._opened(sealer, speaker, blobs.get(_FROM + speaker.name, b""), len(nodes)))
                 numbers.append(nodes)
         known, everybody = torch.cat(numbers), range(self._nodes)
-        needed = self._between(everybody, self._own)
+        needed = self._between(everybody, self._ids)
         if not bool(torch.isin(needed, known).all()):
             raise Refusal(f"no site in the directory has the nodes {needed[~torch.isin(needed, known)].tolist()[:10]}")
         total = sum_over(self._algorithm.exchange, tree.concatenate(parts), known)
@@ -138,15 +140,15 @@ class SiteEnvelopes:
     def _others(self, directory: bytes) -> list[Speaker]:
         return [speaker for speaker in self._keys.read(directory)[0] if speaker.name != self._keys.name]
 
-    def _seal(self) -> Sealer:
-        """The hand of the present keys; a new one forgets the numbers of envelopes, whose keys nobody has any more."""
-        if self._sealer is None or self._epoch != self._keys.own.epoch:
-            self._epoch = self._keys.own.epoch
-            self._sealer = Sealer(self._keys.run, self._keys.name, self._keys.own.sealing)
+    def _current_sealer(self) -> Sealer:
+        """Return the sealer of the current keys; new keys start a new one, with new numbers of envelopes."""
+        if self._sealer is None or self._epoch != self._keys.keys.epoch:
+            self._epoch = self._keys.keys.epoch
+            self._sealer = Sealer(self._keys.run, self._keys.name, self._keys.keys.sealing)
         return self._sealer
 
     def _between(self, senders: range, receivers: range) -> Tensor:
-        """Return those of `senders` that are neighbours of `receivers`, ascending."""
+        """Return the nodes of `senders` with a neighbour in `receivers`, ascending."""
         sends, hears = self._edges.T
         inside = (
             (sends >= senders.start) & (sends < senders.stop) & (hears >= receivers.start) & (hears < receivers.stop)

@@ -1,4 +1,4 @@
-"""The keys with which sites speak to each other: the server passes them on, and a site believes those who sign."""
+"""Sites' keys for messages to each other: the server passes them on, and a site checks their signatures."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.wire import PayloadError
 
 DIRECTORY = "directory"  # its name beside other bytes of a frame
-Wait = Callable[[Iterable[str], Callable[[str, Frame], Any]], Receive]  # (sites, how their answers are read) -> step
+Wait = Callable[[Iterable[str], Callable[[str, Frame], Any]], Receive]  # (sites, reader of answers) -> step
 
 
 class Keyring:
-    """Ask sites for their keys, as the server, and pass on what they announce.
+    """The server's store of sites' keys, which it requests and passes on.
 
     Args:
-        roster: as the authority has signed it.
-        clients: the numbers of each site's clients, by name, in their order.
-        rotate: so many rounds keys are used; then sites make others.
-        wait: makes the step that waits for sites.
-        next_sequence: a number for requests.
+        roster: the roster signed by the authority.
+        clients: numbers of each site's clients, by site, in order.
+        rotate: number of rounds after which sites make new keys.
+        wait: returns the step that waits for sites.
+        next_sequence: returns a new number for a request.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Keyring:
     ) -> None:
         self._roster, self._clients, self._rotate = roster, clients, rotate
         self._wait, self._next, self._epoch, self._rounds = wait, next_sequence, 0, 0
-        self._said: dict[str, tuple[bytes, Speaker]] = {}
+        self._announced: dict[str, tuple[bytes, Speaker]] = {}
 
     def gather(self, sites: Sequence[str], run: str) -> Half:
-        """Ask sites for their keys, and for new ones when it is time; return why some have none."""
+        """Request sites' keys, and new ones when it is time; return the reasons of sites without keys."""
         epoch = self._rounds // self._rotate
         missing = yield from self._ask(sites, run, self._epoch)
         if not missing and epoch > self._epoch:
@@ -52,41 +52,43 @@ class Keyring:
         for site in sites:
             yield Send(site, request, sequence=number)
         answers = yield self._wait(sites, partial(self._read, run))
-        self._said.update(answers.messages)
+        self._announced.update(answers.messages)
         return answers.missing
 
     def _read(self, run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
-        """Return an announcement that others will believe, so that one site does not spoil the directory for all."""
+        """Return a site's announcement after checking it, so that an invalid one does not spoil the directory."""
         word = frame.blob("keys")
         try:
-            said = key_directory.speaker(word, self._roster, run)
+            speaker = key_directory.speaker(word, self._roster, run)
         except ValueError as error:
             raise PayloadError(str(error)) from None
-        if said.name != site or range(said.first, said.first + said.clients) != self._clients[site]:
-            raise frame.refused(f"keys of {site!r} with its clients", said[:3])
-        return word, said
+        if speaker.name != site or range(speaker.first, speaker.first + speaker.clients) != self._clients[site]:
+            raise frame.refused(f"keys of {site!r} with its clients", speaker[:3])
+        return word, speaker
 
     def forget(self) -> None:
-        """Ask sites again, for the keys of another run."""
-        self._said.clear()
+        """Discard all keys, for another run."""
+        self._announced.clear()
 
     def directory(self, sites: Iterable[str]) -> bytes:
-        """Return the directory of sites in the order of their clients, as far as they have announced keys."""
-        return key_directory.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
+        """Return the directory of those `sites` that have announced keys; `sites` are in the order of their clients."""
+        return key_directory.write(
+            self._roster, [self._announced[name][0] for name in sites if name in self._announced]
+        )
 
     def signing(self, sites: Iterable[str]) -> list[bytes]:
-        """Return the keys with which sites sign."""
-        return [self._said[name][1].signing for name in sites]
+        """Return sites' public signing keys."""
+        return [self._announced[name][1].signing for name in sites]
 
 
 class SiteKeys:
-    """A site's: its own keys, and whom it believes.
+    """A site's keys in a run, and its check of key directories.
 
     Args:
-        identity: of the site; None where it has none.
-        run: the run.
-        first: the number of its first client.
-        clients: how many it has.
+        identity: the site's identity; None if it has none.
+        run: identity of the run.
+        first: number of the site's first client.
+        clients: number of its clients.
 
     Raises:
         Refusal: there is no identity.
@@ -96,23 +98,23 @@ class SiteKeys:
         if identity is None:
             raise Refusal("the site has no identity to sign keys with; it was not given to join(identity=...)")
         self._authority, self.run, self._issued = identity.authority, run, 0.0
-        self.name, self.own = identity.name, key_directory.RunKeys(identity, run, first, clients)
+        self.name, self.keys = identity.name, key_directory.RunKeys(identity, run, first, clients)
 
     def announce(self, frame: Frame) -> bytes:
         """Return the answer to a request for keys."""
-        said = self.own.announcement(frame.integer("epoch"))
-        return frames.encode_blobs("answer", {"keys": said}, sequence=frame.integer("sequence", 1))
+        announcement = self.keys.announcement(frame.integer("epoch"))
+        return frames.encode_blobs("answer", {"keys": announcement}, sequence=frame.integer("sequence", 1))
 
     @property
     def signing(self) -> bytes:
         """Return the private Ed25519 key."""
-        return self.own.signing.private_bytes_raw()
+        return self.keys.signing.private_bytes_raw()
 
     def read(self, data: bytes) -> tuple[tuple[Speaker, ...], int]:
-        """Return (the sites of a directory, the place of this one).
+        """Return (the sites of a directory, the position of this one).
 
         Raises:
-            Refusal: it cannot be believed, lacks this site, or is of an older roster than another.
+            Refusal: it is invalid, lacks this site's keys, or has an older roster than an earlier directory.
         """
         try:
             directory = key_directory.read(data, self._authority, self.run)
@@ -122,10 +124,10 @@ class SiteKeys:
         place = [speaker.name for speaker in directory.speakers].index(self.name)
         return directory.speakers, place
 
-    def _check(self, found: KeyDirectory) -> None:
-        if found.issued < self._issued:
+    def _check(self, directory: KeyDirectory) -> None:
+        if directory.issued < self._issued:
             raise Refusal("the roster is older than one that the site has seen; a revoked site may be in it")
-        self._issued = found.issued
-        mine = [each for each in found.speakers if each.name == self.name]
-        if self.own.epoch is None or not mine or mine[0].signing != self.own.signing.public_key().public_bytes_raw():
-            raise Refusal("the signed key directory does not have those that this site has now; ask it for them again")
+        self._issued = directory.issued
+        mine = [each for each in directory.speakers if each.name == self.name]
+        if self.keys.epoch is None or not mine or mine[0].signing != self.keys.signing.public_key().public_bytes_raw():
+            raise Refusal("the signed key directory does not have this site's current keys; ask it for them again")

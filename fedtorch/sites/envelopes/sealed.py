@@ -1,13 +1,12 @@
-"""Graphs between sites: neighbours' messages go through the server in sealed envelopes, and it holds none of them.
+"""Graphs between sites: neighbours' messages pass through the server in sealed envelopes, which it cannot read.
 
-A site keeps what its own nodes have told, and tells each site that has neighbours of theirs all that these told last,
-in one envelope. The server passes a site's last envelopes on until it has committed newer ones. So an envelope that is
-lost gets nothing out of step, nor does a site that goes back to an earlier round, and what a node hears is the
-exchange's sum over its neighbours, as in one process. Between two clients of one site nothing travels.
+A site keeps the contributions of its own nodes. It sends one envelope to each site with neighbours of these nodes, with
+their complete last contributions. The server passes on a site's last envelopes until it has committed newer ones. So
+neither a lost envelope nor a site that returns to an earlier round causes errors, and a node's inbox is the exchange's
+sum over its neighbours, as in one process. Nothing is sent between two clients of one site.
 
-The server learns who answers, who is whose neighbour, and how long envelopes are. It can withhold envelopes, and which
-site plays which node is what it says and each site signs. Its `run.server.total` stays what it was before the first
-round.
+The server learns who answers, which nodes are neighbours, and how long envelopes are. It can withhold envelopes. It
+assigns nodes to sites, and each site signs its own assignment. `run.server.total` stays as before the first round.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ class Sealed:
         return f"sealed({self.network!r})"
 
     def carried(self, algorithm: Algorithm) -> Algorithm:
-        """Return the algorithm as it is, if neighbours' sums are all that anybody needs.
+        """Return the algorithm unchanged, if it needs nothing but sums over neighbours.
 
         Raises:
-            ValueError: somebody in it has to know more than a sum over neighbours, as in `ft.without_server` or any
-                over a star; its messages are fresh; or it is over another network.
+            ValueError: a node or the server needs more than a sum over neighbours, as in `ft.without_server` or over a
+                star; its contributions are not persistent; or it is over another network.
         """
         if algorithm.told is None or not hears_neighbours(algorithm.exchange, self.network):
             raise ValueError(
-                "Expected an algorithm whose nodes tell their neighbours in the network of sealed(…) something for "
-                "good and nobody else anything, such as ft.gtv, but got one in which somebody needs everybody's sum; "
-                "over a star take sites.masked"
+                "Expected an algorithm whose nodes send persistent contributions to their neighbours in the network of "
+                "sealed(…) and nothing else, such as ft.gtv, but got one that needs other messages; over a star use "
+                "sites.masked"
             )
         return algorithm
 
@@ -56,12 +55,12 @@ class Sealed:
 
 
 def sealed(network: Network) -> Sealed:
-    """Return the carrying of neighbours' messages that no server in between can read, on `ft.Remote`.
+    """Return a transport of neighbours' messages that the server of `ft.Remote` cannot read.
 
-    In one process, where nothing is in between, the numbers are the same and nothing is sealed.
+    In one process nothing is sealed, because there is no server in between, and the numbers are the same.
 
     Args:
-        network: of the algorithm, over `graph(network)`, whose nodes tell all that they say for good, as in `ft.gtv`.
+        network: network of the algorithm, over `graph(network)`, with only persistent contributions, such as `ft.gtv`.
 
     Example:
         >>> import torch, fedtorch as ft

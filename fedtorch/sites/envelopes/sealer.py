@@ -1,9 +1,9 @@
 """Sealed envelopes between sites, which their server carries and cannot read, change, swap or repeat.
 
-Both sites' X25519 keys of a `directory` give a key for each direction (HKDF-SHA256), and every envelope is sealed by
-ChaCha20-Poly1305 with a number of its own, which counts up. The run, both sites with their keys, and the number are
-authenticated. A receiver takes no envelope of a lower number than it has taken; the last one comes again as it was, for
-as long as its sender has nothing new to say.
+The two sites' X25519 keys in a `directory` give a key for each direction (HKDF-SHA256), and every envelope is sealed by
+ChaCha20-Poly1305 with an increasing number. The run, both sites with their keys, and the number are authenticated. A
+receiver refuses a lower number than the last; the last envelope itself may come again, unchanged, until its sender has
+a newer one.
 
 Source: Nir and Langley (2018), RFC 8439; Langley, Hamburg and Turner (2016), RFC 7748; RFC 5869.
 """
@@ -27,11 +27,11 @@ _TAG = 16
 
 
 class Sealer:
-    """A site's hand on envelopes with one key of its own.
+    """Seals and opens a site's envelopes with one secret key.
 
     Args:
-        run: the run.
-        name: of the site.
+        run: identity of the run.
+        name: name of the site.
         secret: its X25519 key.
     """
 
@@ -39,11 +39,10 @@ class Sealer:
         self._run, self._name, self._secret = run, name, secret
         self._public = secret.public_key().public_bytes_raw()
         self._sent = 0
-        # by the sender's key: the last envelope's number and digest
-        self._taken: dict[bytes, tuple[int, bytes]] = {}
+        self._opened: dict[bytes, tuple[int, bytes]] = {}  # number and digest of the last envelope, by the sender's key
 
     def seal(self, receiver: Speaker, content: bytes) -> bytes:
-        """Return an envelope to a site."""
+        """Return an envelope with `content` for a site."""
         self._sent += 1
         head = _HEAD.pack(self._sent, self._public, receiver.sealing)
         edge = _edge(self._run, self._name, receiver.name, head)
@@ -54,7 +53,7 @@ class Sealer:
         """Return the content of an envelope of a site.
 
         Raises:
-            ValueError: it is none, or has been altered, or is of another edge, run, key or time.
+            ValueError: the envelope is malformed or altered, or is for another edge, run, key or time.
         """
         who = f"an envelope of {sender.name!r}"
         if len(envelope) < _HEAD.size + _TAG:
@@ -66,7 +65,7 @@ class Sealer:
             )
         if mine != self._public:
             raise ValueError(f"Expected {who} for this site's key, but got one for an old key, or for another site's")
-        last, digest = self._taken.get(theirs, (0, b""))
+        last, digest = self._opened.get(theirs, (0, b""))
         now = hashlib.sha256(envelope).digest()
         if number < last or (number == last and now != digest):
             raise ValueError(f"Expected {who} after its number {last}, but number {number} comes again")
@@ -78,7 +77,7 @@ class Sealer:
             raise ValueError(
                 f"Expected {who} as it was sealed, but it was altered, or is of another edge or run"
             ) from None
-        self._taken[theirs] = number, now
+        self._opened[theirs] = number, now
         return content
 
     def _key(self, other: Speaker, edge: bytes) -> bytes:
@@ -87,7 +86,7 @@ class Sealer:
 
 
 def _edge(run: str, sender: str, receiver: str, head: bytes) -> bytes:
-    """Run, both sites and their keys, each behind its length, and at last the number."""
+    """Return the run, both sites and their keys, each after its length, and the number."""
     number, *keys = _HEAD.unpack(head)
     fields = [run.encode(), sender.encode(), receiver.encode(), *keys]
     return b"".join(len(field).to_bytes(4, "big") + field for field in fields) + number.to_bytes(8, "big")

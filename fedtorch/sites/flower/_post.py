@@ -1,4 +1,4 @@
-"""Messages of Flower: what they hold, what a node replies, and the server's post over its grid."""
+"""Messages over Flower: their content, a node's reply, and the server's exchange over its grid."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from fedtorch.sites.streams.hub import Hub, Limits, Line
 
 _LOG = logging.getLogger(__name__)
 _RECORD, _KIND = "fedtorch", "query"  # the name of the record, and Flower's type of the messages
-_LOOK = 2.0  # seconds between looks at which nodes are online
-_LONGEST_PAUSE = 60.0  # seconds before a node that fails is asked again
+_LOOK = 2.0  # seconds between checks of the nodes that are online
+_LONGEST_PAUSE = 60.0  # longest pause in seconds before a failed node is asked again
 
 Deliver = Callable[[Mapping[str, Any], bool, Sequence[bytes]], tuple[str, Sequence[bytes]]]
 
 
 class Frames(NamedTuple):
-    """Hold what a message or a reply has in it: frames, and about the stream that they belong to."""
+    """The content of a message or a reply."""
 
-    opens: bool  # a stream begins with it
-    name: str  # what the site is called, in replies
+    opens: bool  # whether it begins a stream
+    name: str  # the site's name, in replies
     frames: list[bytes]
 
 
 @dataclass
 class Node:
-    """A SuperNode as the server has it."""
+    """The server's state of a SuperNode."""
 
-    name: str = ""  # of its site, once it has said so
-    line: Line | None = None  # to its site, once it has said who it is
+    name: str = ""  # name of its site, once known
+    line: Line | None = None  # line to its site, once the name is known
     envelope: str = ""  # the message that it has not answered yet
     until: float = 0.0  # the time until which the answer is waited for
     came: deque[bytes] = field(default_factory=deque)  # its frames for which there was no room yet
-    shut: bool = False  # it is not asked any more
-    failures: int = 0  # in a row
-    rests: float = 0.0  # the time before which it is not asked who it is
+    shut: bool = False  # whether it is not asked any more
+    failures: int = 0  # successive failures
+    rests: float = 0.0  # time before which it is not asked for its name
 
 
 class Post:
     """Carries the frames of a hub's lines over a grid.
 
     Args:
-        hub: whose lines they are.
-        grid: of a `ServerApp`.
-        nodes: the number of each site's node, if they are known.
-        timeout: seconds after which a reply is not waited for any more.
+        hub: the hub.
+        grid: the grid of a `ServerApp`.
+        nodes: node number of each site, if known.
+        timeout: longest wait for a reply, in seconds.
     """
 
     def __init__(self, hub: Hub, grid: Any, nodes: Mapping[str, int] | None, timeout: float) -> None:
@@ -61,11 +61,11 @@ class Post:
 
     @property
     def waiting(self) -> bool:
-        """Return whether a node has a message that it has not answered."""
+        """Return whether some node has not answered its message."""
         return any(node.envelope for node in self._nodes.values())
 
     def turn(self) -> None:
-        """Take what has come, and send what waits, to nodes that have answered."""
+        """Process replies, and send waiting frames to nodes that have answered."""
         envelopes = {node.envelope: number for number, node in self._nodes.items() if node.envelope}
         for reply in self._grid.pull_messages(list(envelopes)) if envelopes else ():
             number = envelopes.get(reply.metadata.reply_to_message_id)
@@ -86,7 +86,7 @@ class Post:
                 self._write(number, node)
 
     def _write(self, number: int, node: Node) -> None:
-        """Send a node the frames that wait for it, or ask who it is."""
+        """Send a node its waiting frames, or ask for its name."""
         opens, frames = node.line is None, self._waiting(node)
         if not frames and (not opens or self.hub.closed or time.monotonic() < node.rests):
             return
@@ -94,16 +94,16 @@ class Post:
         message = self._app.Message(content, number, _KIND, ttl=self.timeout)
         try:
             (envelope,) = self._grid.push_messages([message])
-        except Exception as error:  # flwr's errors are those of its HTTP library, and it gives [] for a long message
-            _LOG.warning("the SuperLink did not take a message: %s: %s", type(error).__name__, error)
+        except Exception as error:  # flwr raises errors of its HTTP library, and returns [] for too long a message
+            _LOG.warning("the SuperLink did not accept a message: %s: %s", type(error).__name__, error)
             envelope = None
         if envelope:
             node.envelope, node.until = envelope, time.monotonic() + self.timeout
         else:
-            self._fail(node, "the SuperLink did not take a message for it")
+            self._fail(node, "the SuperLink did not accept a message for it")
 
     def _waiting(self, node: Node) -> list[bytes]:
-        """The frames that wait for a node; those of a line that has ended only where they are the last of all."""
+        """Return the waiting frames of a node; of an ended line only if the hub is closed."""
         frames: list[bytes] = []
         try:
             while node.line is not None:
@@ -111,15 +111,15 @@ class Post:
         except TimeoutError:
             pass
         except PermissionError as error:
-            _LOG.warning("site %r is asked no more: %s", node.name, error)
+            _LOG.warning("site %r is not asked any more: %s", node.name, error)
             node.shut = True
         except OSError:
-            node.line = None  # it is asked anew who it is
+            node.line = None  # so that it is asked for its name again
             return frames if self.hub.closed else []
         return frames
 
     def _take(self, number: int, node: Node, reply: Any) -> None:
-        """Take in a reply, and open a line to a site that says who it is."""
+        """Process a reply, and open a line to a site that gives its name."""
         node.envelope = ""
         try:
             if reply.has_error():
@@ -139,13 +139,13 @@ class Post:
     def _check(self, number: int, name: str) -> None:
         """Refuse a name that belongs to another node."""
         if self._known is not None and self._known.get(name) != number:
-            raise PermissionError(f"expected a site of the nodes that are known, but node {number} says {name!r}")
+            raise PermissionError(f"expected a site of a known node, but node {number} gives the name {name!r}")
         other = next((n for n, node in self._nodes.items() if node.name == name and n != number), None)
         if other is not None and other in self._online:
-            raise PermissionError(f"expected a name of its own, but nodes {other} and {number} say {name!r}")
+            raise PermissionError(f"expected different names, but nodes {other} and {number} give {name!r}")
 
     def _give(self, node: Node) -> None:
-        """Give a node's frames to its line, as far as there is room."""
+        """Put a node's frames on its line, as far as there is room."""
         try:
             while node.came and node.line is not None:
                 node.line.inward.put(node.came[0], 0.0)
@@ -160,7 +160,7 @@ class Post:
             node.came.clear()
 
     def _fail(self, node: Node, why: str) -> None:
-        """End a node's stream; it is asked again who it is, after a while."""
+        """End a node's stream; after a pause it is asked for its name again."""
         _LOG.warning("site %r: %s", node.name, why)
         node.envelope, node.failures = "", node.failures + 1
         node.rests = time.monotonic() + min(2.0**node.failures, _LONGEST_PAUSE)
@@ -185,7 +185,7 @@ def library() -> Any:
     """Return `flwr.app`.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: flwr is not installed.
     """
     try:
         import flwr.app
@@ -200,7 +200,7 @@ def read(content: Any, limits: Limits) -> Frames:
     """Return the content of a message.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the content is malformed or too large.
     """
     record = content.get(_RECORD)
     fields = dict(record) if record is not None else {}

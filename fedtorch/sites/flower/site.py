@@ -1,13 +1,13 @@
-"""A site whose process Flower starts for every message: the `ClientApp` of an app whose server is `transport.flower`.
+"""A site whose process Flower starts for every message: the `ClientApp` for a server of `transport.flower`.
 
-The site's own settings come from its SuperNode's command, not from the app::
+The site's settings come from its SuperNode's command, not from the app::
 
     flower-supernode … --node-config 'name="ward 7" data="/srv/my_data.py" states="/srv/states"'
 
-`data` is the site's file, see `rounds.configuration`; `states` a folder of the site, in which it finds itself in the
-next process; `save`, which need not be there, the file for the clients' tensors once a run is over.
+`data` is the site's file, see `rounds.configuration`; `states` a folder for its states, from which the next process
+continues; the optional `save` is the file for the clients' tensors after a run.
 
-What a site says when a stream opens:
+A site's first frame on a stream:
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -26,7 +26,7 @@ What a site says when a stream opens:
 ('ward 7', ['bed 1'])
 >>> folder.cleanup()
 >>> from importlib.util import find_spec
->>> app = flower.app() if find_spec("flwr") else None  # does so for every message, where flwr is
+>>> app = flower.app() if find_spec("flwr") else None  # does this for every message, if flwr is installed
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def app() -> Any:
 
 
 def take_part(settings: Mapping[str, Any], opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
-    """Return (the site's name, what it says to some frames of the server); see `transport.flower.client_app`.
+    """Return (the site's name, its answers to frames of the server); see `transport.flower.client_app`.
 
     Raises:
-        ValueError: the node's settings lack something.
+        ValueError: the node's settings are incomplete.
     """
     missing = [name for name in ("name", "data", "states") if not isinstance(settings.get(name), str)]
     if missing:
         raise ValueError(f"Expected {' and '.join(missing)} in the SuperNode's --node-config, each a text in quotes")
-    said, ended = deliver(read_configuration(settings["data"]), settings["states"], opens, payloads)
+    answers, ended = deliver(read_configuration(settings["data"]), settings["states"], opens, payloads)
     if ended is not None and "save" in settings:
         ended.save(settings["save"])
-    return settings["name"], said
+    return settings["name"], answers

@@ -1,30 +1,30 @@
-"""Streams of frames over Flower's deployment engine, for organisations that run it already.
+"""Streams of frames over Flower's deployment engine, for organisations that already run it.
 
-A SuperLink holds messages, a SuperNode asks for them every few seconds and starts a process for each, so that a round
-takes seconds where gRPC takes milliseconds; use it where connections and enrolment are Flower's affair. A node
-can neither speak first nor twice: what waits for it travels together in one message, of which there is one at a time,
-and its reply brings its own frames. Both hold bytes only, in one `ConfigRecord`.
+A SuperLink stores messages; a SuperNode polls it every few seconds and starts a process for each message. So a round
+takes seconds where gRPC takes milliseconds; use this if Flower manages connections and enrolment. A node can only
+reply, once for each message. All frames that wait for it travel in one message, one message at a time, and its reply
+contains its own frames. Both contain only bytes, in one `ConfigRecord`.
 
-The server's side is a hub over the grid of a `ServerApp`; `fedtorch.sites.flower.site.app` is a site's
-`ClientApp`. Who may connect, and the code of the app, is settled by Flower: let SuperNodes be authenticated, over TLS,
-and let them take apps of trusted entities only.
+The server's side is a hub over the grid of a `ServerApp`; `fedtorch.sites.flower.site.app` is a site's `ClientApp`.
+Flower decides who may connect, and the code of the app: authenticate SuperNodes, over TLS, and let them accept only
+apps of trusted entities.
 
-flwr is imported when it is first needed. It wants older packages than others do: `pip install flwr==1.41.0` goes well
-in an environment of its own that has no newer `packaging`.
+flwr is imported when it is first needed. It needs older packages than others: install it by `pip install flwr==1.41.0`
+in its own environment without a newer `packaging`.
 
-Both ends, of which Flower calls `main`, and `said` for every message:
+The two ends; Flower calls `main` once, and `reply` for every message:
 
 >>> from fedtorch.sites.flower import transport as flower
 >>> def main(grid, context):  # of a `ServerApp`
-...     host = flower.serve(grid, {"ward 7": 1234})  # the number of its node
+...     host = flower.serve(grid, {"ward 7": 1234})  # its node's number
 ...     host.receive(600.0)
 ...     host.close()
->>> def said(settings, opens, frames):  # says hello, and sends back what comes
+>>> def reply(settings, opens, frames):  # sends hello, and returns the frames
 ...     return settings["name"], [*[b"hello"] * opens, *frames]
->>> said({"name": "ward 7"}, True, [b"model"])
+>>> reply({"name": "ward 7"}, True, [b"model"])
 ('ward 7', [b'hello', b'model'])
 >>> from importlib.util import find_spec
->>> app = flower.client_app(said) if find_spec("flwr") else None  # a `ClientApp`, where flwr is installed
+>>> app = flower.client_app(reply) if find_spec("flwr") else None  # a `ClientApp`, if flwr is installed
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def serve(
     timeout: float = 600.0,
     pause: float = 0.1,
 ) -> Hub:
-    """A hub of the nodes that are online, in the main function of a `ServerApp`; `close` waits for the last replies.
+    """Return a hub of the online nodes, in the main function of a `ServerApp`; `close` waits for the last replies.
 
     Args:
-        grid: of the app; nothing else may use it meanwhile.
-        nodes: the number of each site's node, as `flwr supernode list` shows it. A site of another node is refused;
-            without, a node goes by the name that it gives itself, and no other may have that name.
-        limits: of every stream.
-        timeout: seconds after which a node's reply is not waited for any more, also when the hub closes.
-        pause: seconds between looks at what has come.
+        grid: the app's grid; nothing else may use it meanwhile.
+        nodes: node number of each site, as shown by `flwr supernode list`. Sites of other nodes are refused. Without
+            `nodes` each node chooses its name, and no two may have the same.
+        limits: limits of every stream.
+        timeout: longest wait for a node's reply, also when the hub closes, in seconds.
+        pause: seconds between checks for replies.
     """
     hub = Hub(limits)
     post = Post(hub, grid, nodes, timeout)
@@ -69,11 +69,11 @@ def serve(
 
 
 def client_app(deliver: Deliver, limits: Limits = LIMITS) -> Any:
-    """Return a `ClientApp` that gives what comes to `deliver(the node's settings, whether a stream begins, frames)`.
+    """Return a `ClientApp` that answers each message by `deliver`.
 
     Args:
-        deliver: returns the name of the site and the frames that it has to say.
-        limits: of what comes.
+        deliver: (the node's settings, whether a stream begins, frames) -> (the site's name, its frames).
+        limits: limits of messages.
     """
     library()
     from flwr.clientapp import ClientApp
@@ -84,7 +84,7 @@ def client_app(deliver: Deliver, limits: Limits = LIMITS) -> Any:
 
 
 def _carry(post: Post, pause: float) -> None:
-    """Turn until the hub has closed; then until all nodes have what was said to them last, or time is up."""
+    """Exchange messages until the hub has closed, and then until all nodes have replied or time is up."""
     while not post.hub.closed:
         _turn(post, pause)
     ends = time.monotonic() + post.timeout
@@ -96,7 +96,7 @@ def _carry(post: Post, pause: float) -> None:
 def _turn(post: Post, pause: float) -> None:
     try:
         post.turn()
-    except Exception as error:  # the SuperLink may be away for a while: flwr's errors are those of its HTTP library
+    except Exception as error:  # the SuperLink may be unreachable for a while: flwr raises errors of its HTTP library
         _LOG.warning("the SuperLink does not answer: %s: %s", type(error).__name__, error)
         pause += 1.0
     time.sleep(pause)

@@ -1,10 +1,10 @@
-"""The server's part: sites that are connected agree on a design.
+"""The server's part of an agreement of connected sites on a design.
 
-Each site hears who is asked, and answers about its columns (`describe`). The design follows from the answers that come,
-and the server tells these sites whose they are (`confirm`). Each of them remembers that. At both steps it refuses where
-it was behind another design of a column with other sites: see `past_sums`, which names the adversary too. Only then the
-design leaves the server (`make`). A site that falls silent after its answer stays in the design, as one without it
-would be another.
+Each site gets the names of the sites that are asked, and answers about its columns (`describe`). The design follows
+from the answers that arrive, and the server sends their sites the names of these sites (`confirm`), which each records.
+At both steps a site refuses if it has taken part in another design of a column with other sites: see `past_sums`, also
+for the adversary. Only then the design leaves the server (`make`). A site that falls silent after its answer stays in
+the design, because a design without it would be another one.
 """
 
 from __future__ import annotations
@@ -53,40 +53,39 @@ def agree(
     troubles: dict[str, str] | None = None,
     record: AuditRecord | None = None,
 ) -> Design:
-    """Let sites agree on the levels, knots, means and scales of a formula; each then makes rows of its own frame by it.
+    """Let sites agree on the levels, knots, means and scales of a formula, by which each makes rows of its own frame.
 
-    No rows leave a site, and nothing of fewer rows than the minimum, or than its policy's if that is larger: then it
-    refuses. What the server learns of each site is on the page "What is private and what is not".
+    No rows leave a site, and no number from fewer rows than the minimum, or than its policy's if that is larger: a site
+    refuses instead. The page "What is private and what is not" lists what the server learns about each site.
 
-    A site that was late, or refused, is not in the agreement; the log has a line about it. It makes rows by the design
-    later, `agree(host, [name], design)`, and tells nothing of its columns for it. Sites refuse a new agreement on a
-    column with it: the difference of both designs would show the other sites what this one has told.
+    A site that was late, or refused, is not in the agreement, as a log message says. It makes rows by the design later,
+    `agree(host, [name], design)`, and sends nothing about its columns for that. Sites refuse a new agreement on a
+    column together with it: the difference of the two designs would disclose its answers to the other sites.
 
     Args:
         host: where sites connect.
-        sites: their names.
-        formula: such as `"death ~ age + C(sex) + (1 | ward)"`; or the design that others have agreed on, for sites that
-            come later.
+        sites: names of the sites.
+        formula: such as `"death ~ age + C(sex) + (1 | ward)"`; or an agreed design, for sites that come later.
         client: the column of clients in the sites' frames.
-        minimum: rows that are behind any number or name that a site tells, or persons, where its policy counts these.
-        levels: declared levels of factors, column -> values, the reference first; sites tell those of others.
-        other: the level of a factor as which rows count whose own is too rare to be told, column -> name.
+        minimum: least rows behind any number or name that a site sends, or persons, if its policy counts these.
+        levels: declared levels of factors, column -> values, the reference first; sites send those of other factors.
+        other: level of a factor for rows whose own level is too rare to be sent, column -> name.
         bounds: the outer knots of splines, column -> (lower, upper).
-        scales: declared means and sds of columns of which sites tell too little, by column or `"log(column)"`:
+        scales: declared means and sds of columns about which sites may send too little, by column or `"log(column)"`:
             `{"nyha": (2, 1)}`.
         standardise, offset, weights, trials: see `ft.data.from_frame`.
-        seconds: the longest wait for answers.
-        quorum: the part of the sites that must take part, or with a whole number so many of them. Where several are
-            asked for an agreement it is of two at least: a design of one site's answers would show these.
-        timeout: the longest wait for sites to connect; with a quorum those that are here then go on without others.
-        troubles: is filled with the sites that are not in the agreement, by name, and why.
-        record: what sites are asked, and who answers, is appended to it.
+        seconds: longest wait for answers.
+        quorum: fraction of the sites that must take part; a whole number is their number. If several sites are asked
+            for an agreement, it needs at least two: a design from one site's answers would disclose these.
+        timeout: longest wait for sites to connect; after it, a quorum goes on without the others.
+        troubles: a dict to fill with the sites that are not in the agreement, by name, with reasons.
+        record: log of requests and answers.
 
     Raises:
-        ValueError: a formula or a declaration that is none; sites refuse, and the others are fewer than the quorum; a
-            site has agreed on a column with others before; or the sites tell too little. The message names site and
-            column.
-        TimeoutError: sites did not come, or did not answer in time, and the others are fewer than the quorum.
+        ValueError: an invalid formula or declaration; sites refuse, and the others are fewer than the quorum; a site
+            has agreed on a column with other sites before; or the sites' answers are not enough. The message names site
+            and column.
+        TimeoutError: sites did not connect or answer in time, and the others are fewer than the quorum.
 
     Example:
         >>> import threading, pandas, fedtorch as ft
@@ -116,8 +115,8 @@ def agree(
     masks = "impute" in ways.values()
     try:
         if masks:
-            said = {name: f"missing={way!r}" for name, way in ways.items() if way in ("drop", "impute")}
-            check_alike("one way with missing cells", said, f"no estimate follows from both; {ONE_WAY}")
+            treatments = {name: f"missing={way!r}" for name, way in ways.items() if way in ("drop", "impute")}
+            check_alike("one way with missing cells", treatments, f"no estimate follows from both; {ONE_WAY}")
         half = _half(_Asking(asked, run, request.formula, least, seconds, missing), list(ways), request, masks)
         design: Design = asked.drive(half, run, None, agreeing(record, asked.ask))[0]
     except Unlike as error:
@@ -136,12 +135,12 @@ def agree(
 
 
 def _least(quorum: float, asked: int, alone: bool) -> int:
-    """Return how many sites must take part.
+    """Return the number of sites that must take part.
 
     Args:
-        quorum: a part of them, or their number.
-        asked: sites, in all.
-        alone: whether one of several may be enough, as where sites tell nothing of their columns.
+        quorum: a fraction of them, or their number.
+        asked: number of all sites.
+        alone: whether one of several may be enough, because sites send nothing about their columns.
 
     >>> _least(0.5, 5, alone=False), _least(4, 5, alone=False), _least(1.0, 1, alone=False)
     (3, 4, 1)
@@ -152,63 +151,65 @@ def _least(quorum: float, asked: int, alone: bool) -> int:
     least = int(quorum) if number else math.ceil(quorum * asked)
     if least < min(2, asked) and not alone:
         raise ValueError(
-            f"Expected a quorum of at least 2 of {asked} sites, for what one alone has told would follow from their "
-            f"design, but got {quorum}, which is 1 site; say 1.0 for all of them"
+            f"Expected a quorum of at least 2 of {asked} sites, because a design from one site's answers discloses "
+            f"them, but got {quorum}, which is 1 site; use 1.0 for all sites"
         )
     return least
 
 
 class _Asking(NamedTuple):
-    """How the sites of an agreement are asked."""
+    """The requests to the sites of an agreement."""
 
     sites: Sites
-    run: str  # the conversation's identity
+    run: str  # identity of the conversation
     formula: str
-    least: int  # sites that have to answer
-    seconds: float  # the longest wait for answers
-    missing: dict[str, str]  # why sites are not in the agreement so far
+    least: int  # least number of sites that must answer
+    seconds: float  # longest wait for answers
+    missing: dict[str, str]  # sites that are not in the agreement so far, with reasons
 
     def ask(self, names: Sequence[str], question: Mapping[str, Any], *, refusing: bool = True) -> Half:
         """Return the answers to a question by name, without those of sites that refuse or are late.
 
         Args:
-            names: of the sites that are asked.
-            question: to all of them.
+            names: names of the sites to ask.
+            question: the question to all of them.
             refusing: whether the others go on without a site that refuses.
 
         Raises:
             ValueError: a site refuses, and the others are too few, or do not go on without it.
-            TimeoutError: too few have answered in time.
+            TimeoutError: too few sites have answered in time.
         """
         number, refused = self.sites.next_sequence(), dict[str, str]()
         payload = frames.encode("agree", run=self.run, sequence=number, question=question)
         for name in names:
             yield Send(name, payload, sequence=number)
         read = partial(_answer_or_refusal, refused)
-        heard = yield Receive(tuple(names), read, least=self.least, seconds=self.seconds)
+        received = yield Receive(tuple(names), read, least=self.least, seconds=self.seconds)
         for name in names:
             self.missing.pop(name, None)
-        said = {name: str(answer["refused"])[:1000] for name, answer in heard.messages.items() if "refused" in answer}
-        self.missing.update({**heard.missing, **said})
-        answers = {name: answer for name, answer in heard.messages.items() if name not in said}
-        if len(answers) >= self.least and (refusing or not (refused or said)):
+        declined = {
+            name: str(answer["refused"])[:1000] for name, answer in received.messages.items() if "refused" in answer
+        }
+        self.missing.update({**received.missing, **declined})
+        answers = {name: answer for name, answer in received.messages.items() if name not in declined}
+        if len(answers) >= self.least and (refusing or not (refused or declined)):
             return answers
         every = at_least(self.least, len(self.sites.names))
         if refused:
-            why = refused if self.least == len(names) else heard.missing
+            why = refused if self.least == len(names) else received.missing
             raise ValueError(f"Expected answers of {every}, but some refuse: {reasons(why)}")
-        check_answers(heard.messages, self.formula)
+        check_answers(received.messages, self.formula)
         raise TimeoutError(f"Expected answers of {every} within {self.seconds:g} s, but got {reasons(self.missing)}")
 
 
 def _half(asking: _Asking, names: Sequence[str], request: Request | Design, masks: bool) -> Half:
-    """Ask sites, and return the design that they have agreed on.
+    """Ask sites, and return the design on which they have agreed.
 
     Args:
-        asking: how they are asked.
-        names: of the sites that are here.
-        request: what they are to agree on.
-        masks: whether some keep missing cells, so that all have rows with a mask of what is there.
+        asking: the requests to sites.
+        names: names of the connected sites.
+        request: subject of the agreement, or an agreed design.
+        masks: whether some sites keep missing cells, so that rows of all sites have a mask.
     """
     talk = conversation(request)
     question = next(talk)
@@ -226,7 +227,7 @@ def _half(asking: _Asking, names: Sequence[str], request: Request | Design, mask
 
 
 def _answer_or_refusal(refused: dict[str, str], site: str, came: bytes | Frame) -> dict[str, Any]:
-    """Return a site's answer; of one that refuses keep why."""
+    """Return a site's answer; store the reason of a refusal in `refused`."""
     frame = came if isinstance(came, Frame) else frames.read(came, site)
     if frame.kind == "refusal":
         refused[site] = frame.text("reason")[:1000]

@@ -1,4 +1,4 @@
-"""A site's frame in its conversation with a server: what it answers, and the rows that it makes once sites agree."""
+"""A site's frame: its answers to a server about columns, and its rows by the design on which sites have agreed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class SiteFrame:
     """The frame of a site, if it has one.
 
     Args:
-        configuration: of the site.
-        folder: of its states, where the design is kept that sites have agreed on; None for nowhere.
+        configuration: the site's configuration.
+        folder: folder of its states, which stores the agreed design; None to store none.
         in_order: returns a configuration with its clients in the order in which the site numbers them.
-        past: of the site, which remembers with whom it has agreed.
+        past: the site's record of the sites with which it has agreed.
 
     Attributes:
-        configuration: with rows by that design, once there is one.
+        configuration: the configuration, with rows by the agreed design if there is one.
     """
 
     def __init__(
@@ -51,31 +51,31 @@ class SiteFrame:
     ) -> None:
         self._in_order, self._whole, self._past = in_order, configuration, past
         self.configuration, policy = configuration, configuration.policy
-        self._masks = False  # whether sites keep missing cells, this one's, if it has some, among them
+        self._masks = False  # whether all sites of a run, including this one, keep missing cells
         self._path = None if folder is None else folder / _FILE
         self._answers: Answers | None = None
         if configuration.frame is not None:
             limits = Disclosure(policy.minimum, policy.columns, policy.designs, policy.person, configuration.client)
             self._answers = Answers(configuration.frame, limits, folder, drop=configuration.missing == "drop")
             if self._path is not None and self._path.exists():
-                kept = files.read_json(self._path)
-                self._masks = kept.get("masks", False)
+                stored = files.read_json(self._path)
+                self._masks = stored.get("masks", False)
                 try:
-                    self._make(Design.from_json(kept["design"]))
-                except Refused as error:  # such as where it does something else with missing cells now
-                    _LOG.warning("no rows by the design that sites have agreed on: %s", error)
+                    self._make(Design.from_json(stored["design"]))
+                except Refused as error:  # for example because missing= has changed
+                    _LOG.warning("cannot make rows by the stored design: %s", error)
 
     def answer(self, frame: Frame) -> bytes:
-        """Answer a question about the frame; once a design has come, make rows by it.
+        """Answer a question about the frame; if it contains a design, make rows by it.
 
         Raises:
             Refusal: the site has no frame, or does not agree with these sites.
         """
         if self._answers is None:
-            raise Refusal("the site brings rows, and no frame of which a formula could make some")
+            raise Refusal("the site has rows, but no frame for a formula")
         question = frame.names("question")
         if question.get("step") in (DESCRIBE, CONFIRM):
-            answer = self._tell(question, self._answers)
+            answer = self._describe(question, self._answers)
         else:
             answer = self._answers.answer(question)
         if question.get("step") == "make" and "refused" not in answer:
@@ -83,31 +83,31 @@ class SiteFrame:
             answer = self._take(self._answers.agreed, answer)
         return frames.encode("agree", sequence=frame.integer("sequence", 1), answer=answer)
 
-    def _tell(self, question: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
-        """Describe columns to the server, or confirm that a design may follow from what sites have told of them."""
+    def _describe(self, question: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+        """Describe columns to the server, or confirm that a design may follow from the sites' descriptions."""
         describing = {**question, "step": DESCRIBE}
         try:
             columns = answers.told(describing)
-        except Exception:  # its answer says why
+        except Exception:  # the answer gives the reason
             return answers.answer(describing)
         sites, confirmed = question.get("sites"), question["step"] == CONFIRM
         if not isinstance(sites, list) or not sites or not all(isinstance(site, str) for site in sites):
-            raise Refusal("expected the names of the sites from whose answers a design is to follow")
+            raise Refusal("expected the names of the sites whose answers determine the design")
         self._past.of_agreement(columns, frozenset(sites), confirmed=confirmed)
         return {} if confirmed else answers.answer(question)
 
     def _take(self, design: Design | None, answer: dict[str, Any]) -> dict[str, Any]:
-        """Make rows by a design and keep it, or return why not."""
+        """Make rows by a design and store it; return `answer`, or the reason why rows cannot be made."""
         try:
             assert design is not None
             self._make(design)
         except Refused as error:
             _LOG.warning("refused: %s", error)
             return {"refused": str(error)}
-        except Exception as error:  # which names rows
+        except Exception as error:  # whose message may name rows
             _LOG.exception("this site could not make rows")
             return {"refused": without_rows(error, "the site could not make rows, ")}
-        _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
+        _LOG.info("rows have %d columns, by the agreed design of %r", len(design.columns), design.formula)
         whole, rows = len(self._whole.frame), int(self.configuration.data.counts.sum())
         if rows < whole:
             _LOG.info("%d of %d rows lack a cell, and are left out", whole - rows, whole)
@@ -137,18 +137,18 @@ class SiteFrame:
         return self._in_order(replace(self._whole, data=data, frame=table[stay] if missing == "drop" else table))
 
     def beside(self, text: str | None) -> SiteConfiguration:
-        """Return the configuration with the rows of another run, by a design as JSON that the site has agreed on.
+        """Return the configuration with the rows of another run, by a design as JSON.
 
         Raises:
-            Refusal: it has not.
+            Refusal: the site has not made rows by this design, or leaves out other rows for it.
         """
         if text is None:
             return self.configuration
         if self._answers is None or not self._answers.has_made(text):
             raise Refusal("the site has not made rows by the design of another model; begin with sites.agree(...)")
-        design, own = Design.from_json(text), self.configuration.data.design
+        design, current = Design.from_json(text), self.configuration.data.design
         table, drops = self._whole.frame, self._whole.missing == "drop"
-        if drops and (own is None or bool((complete(table, design.reads) != complete(table, own.reads)).any())):
+        if drops and (current is None or bool((complete(table, design.reads) != complete(table, current.reads)).any())):
             raise Refusal(
                 "models are compared on the same rows, and the site leaves out other rows for one formula than for the "
                 "other; take columns that are complete, or let its side impute, missing='impute'"
@@ -157,7 +157,7 @@ class SiteFrame:
 
 
 def formula_of(question: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
-    """Return (the formula of a question, the columns that it reads); None of a question that is refused anyway."""
+    """Return (the formula of a question, the columns that it reads); None for a question that is refused anyway."""
     try:
         if question.get("step") == "make":
             design = Design.from_json(question["design"])
@@ -169,9 +169,9 @@ def formula_of(question: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | Non
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:
-    """Return what a site with a frame says of its rows.
+    """Return a site's announcement about its frame; empty without a frame.
 
-    That is a digest of the design by which it makes them, empty before it has one, and what it does with missing cells.
+    It contains a digest of the design of its rows, "" before there is one, and the treatment of missing cells.
     """
     design = configuration.data.design
     if configuration.frame is None:

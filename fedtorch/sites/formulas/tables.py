@@ -1,4 +1,4 @@
-"""The frame of a site, as its own file names it."""
+"""Readers of a site's frame, as given in its configuration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def read_frame(source: Any) -> pandas.DataFrame:
-    """Return a frame, from itself, from a function that returns it, or from the path of a CSV or parquet file.
+    """Return a frame from a frame, a function that returns one, or the path of a CSV or parquet file.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file of another kind.
-        TypeError: it is none of these.
+        ValueError: the file is of another kind.
+        TypeError: the source is none of these.
     """
     import pandas as pd  # at first use, because it takes long to import
 
@@ -38,7 +38,7 @@ def read_frame(source: Any) -> pandas.DataFrame:
 
 
 def without_rows(frame: pandas.DataFrame, client: str) -> FederatedData:
-    """Return the clients of a frame and how many rows each has, of no columns yet.
+    """Return a frame's clients and their row counts, as data without columns.
 
     >>> import pandas
     >>> without_rows(pandas.DataFrame({"ward": ["7", "8", "7"]}), "ward").counts

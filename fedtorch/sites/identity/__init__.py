@@ -1,4 +1,4 @@
-"""Identities between organisations: certificates, the roster that an authority signs, keys of a run, envelopes."""
+"""Identities between organisations: certificates, the roster that an authority signs, and keys of a run."""
 
 from fedtorch._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Read certificates, and check names of sites."""
+"""Fields of certificates, and checks of sites' names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
 
 
 def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:
-    """Raise PermissionError unless a PEM certificate was made for this usage alone, to serve or to join."""
+    """Raise PermissionError unless a PEM certificate was made for this usage alone, a server's or a site's."""
     try:
         extension = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(
             x509.ExtendedKeyUsage

@@ -1,22 +1,22 @@
-"""Identify a process: by a key of its own, a certificate that an authority has made for it, and that authority.
+"""The identity of a process: its key, a certificate by an authority, and the authority's certificate.
 
-An authority has a folder of its own, with its key, which nobody needs who serves or joins: keep it elsewhere. It makes
-certificates for serving and for sites; which one, does not depend on the name. Sites take no server with a certificate
-of anybody else, nor one that was made for a site, and servers no site with a certificate for serving. Keys are of the
-curve P-256, which every TLS library speaks; they never leave the folder in which they were made.
+An authority has its own folder with its key. Neither servers nor sites need that key: keep the folder elsewhere. It
+makes certificates for servers and for sites; the kind does not depend on the name. A site accepts only a server with a
+server's certificate by its authority, and a server only sites with a site's certificate. Keys are on the curve P-256,
+which every TLS library supports; they never leave the folder in which they were made.
 
 >>> import tempfile
 >>> from fedtorch.sites.identity import identity
 >>> folder = tempfile.TemporaryDirectory()
 >>> authority = f"{folder.name}/authority"
 >>> server = identity.make_server(authority)
->>> server.save(f"{folder.name}/server")  # where it serves from, without the authority's key
+>>> server.save(f"{folder.name}/server")  # on the server's machine, without the authority's key
 >>> identity.read(f"{folder.name}/server")
 Identity('server.fedtorch')
 >>> identity.make_site(authority, "ward 7")  # a site on the same machine
 Identity('ward 7')
 
-A site elsewhere makes its own key, and sends no more than a request; a renewed certificate has the same fingerprint:
+A site elsewhere makes its own key, and sends only a request; a renewed certificate has the same fingerprint:
 
 >>> key = identity.new_key()
 >>> asked = identity.request(key, "ward 8")
@@ -56,9 +56,9 @@ from fedtorch.sites.identity.certificates import (
 )
 
 YEAR = timedelta(days=365)
-SOON = timedelta(days=30)  # before the end of a certificate it is warned of
+SOON = timedelta(days=30)  # remaining lifetime of a certificate below which to warn
 _AUTHORITY_LIFETIME = 10 * YEAR
-_SKEW = timedelta(hours=1)  # by which clocks may differ when a certificate is new
+_SKEW = timedelta(hours=1)  # tolerated difference of clocks for new certificates
 _KEY, _CERTIFICATE, _AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 _AUTHORITY_KEY = "authority.key.pem"
 _SERVES, _JOINS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
@@ -66,16 +66,16 @@ _LOG = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
-    """PEM bytes; the key in it is a secret."""
+    """A secret key and its certificates, as PEM bytes."""
 
     key: bytes
     certificate: bytes
-    authority: bytes  # whose certificates are believed
-    folder: Path | None = None  # from which it was read; what is remembered of all its runs lies there
+    authority: bytes  # certificate of the trusted authority
+    folder: Path | None = None  # folder from which it was read, which also stores records of its runs
 
     @property
     def name(self) -> str:
-        """Return what the certificate calls its holder."""
+        """Return the name in the certificate."""
         return common_name(x509.load_pem_x509_certificate(self.certificate))
 
     @property
@@ -87,23 +87,23 @@ class Identity(NamedTuple):
         return f"Identity({self.name!r})"
 
     def save(self, folder: Path | str) -> None:
-        """Write the three files, for their owner's eyes only."""
+        """Write the three files, readable only by their owner."""
         files.private_folder(folder)
         for name, content in ((_KEY, self.key), (_CERTIFICATE, self.certificate), (_AUTHORITY, self.authority)):
             files.replace(Path(folder) / name, content, private=True)
 
     def check_server(self) -> None:
-        """Raise PermissionError unless this is a server's identity, and ValueError where it is not valid now."""
+        """Raise PermissionError unless this is a server's identity, and ValueError if it is not valid now."""
         check_usage(self.certificate, _SERVES)
         self.check_clock()
 
     def check_site(self) -> None:
-        """Raise PermissionError unless this is a site's identity, and ValueError where it is not valid now."""
+        """Raise PermissionError unless this is a site's identity, and ValueError if it is not valid now."""
         check_usage(self.certificate, _JOINS)
         self.check_clock()
 
     def check_clock(self, now: datetime | None = None) -> None:
-        """Raise ValueError where the certificate is not valid by this machine's clock; warn where it ends soon."""
+        """Raise ValueError if the certificate is not valid by this machine's clock; warn if it expires soon."""
         first, last = x509.load_pem_x509_certificate(self.certificate).not_valid_before_utc, self.ends
         now = datetime.now(UTC) if now is None else now
         if not first <= now <= last:
@@ -116,7 +116,7 @@ class Identity(NamedTuple):
 
 
 def warn_of_end(certificate: bytes, now: datetime | None = None) -> str:
-    """Warn that a PEM certificate ends within thirty days; return what was said, "" where there is time.
+    """Warn that a PEM certificate expires within thirty days; return the warning, or "" if there was none.
 
     Example:
         >>> import tempfile
@@ -131,20 +131,20 @@ def warn_of_end(certificate: bytes, now: datetime | None = None) -> str:
     if left > SOON:
         return ""
     name = common_name(parsed)
-    said = (
+    warning = (
         f"the certificate of {name!r} ends in {max(left.days, 0)} days, on {parsed.not_valid_after_utc:%Y-%m-%d %H:%M} "
         f"UTC; renew it {_how_to_renew(name)}"
     )
-    _LOG.warning("%s", said)
-    return said
+    _LOG.warning("%s", warning)
+    return warning
 
 
 def read(folder: Path | str) -> Identity:
-    """Read what `Identity.save` wrote.
+    """Return the identity that `Identity.save` has written.
 
     Raises:
         FileNotFoundError: there is no identity.
-        ValueError: the files do not belong together, as where one of them is damaged.
+        ValueError: the files do not belong together, for example because one is damaged.
     """
     try:
         key, certificate, authority = ((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY))
@@ -156,7 +156,7 @@ def read(folder: Path | str) -> Identity:
     if not _belong_together(key, certificate, authority):
         raise ValueError(
             f"Expected an identity in {folder}, but {_KEY}, {_CERTIFICATE} and {_AUTHORITY} do not belong together: "
-            "one of them is damaged or of another identity; bring back a copy, or enrol anew with another folder"
+            "one of them is damaged or of another identity; restore a copy, or enrol again with another folder"
         )
     return Identity(key, certificate, authority, Path(folder))
 
@@ -165,19 +165,19 @@ def _belong_together(key: bytes, certificate: bytes, authority: bytes) -> bool:
     """Return whether an authority has made a certificate for a key."""
     try:
         private = serialization.load_pem_private_key(key, None)
-        own, issuer = (x509.load_pem_x509_certificate(each) for each in (certificate, authority))
+        holder, issuer = (x509.load_pem_x509_certificate(each) for each in (certificate, authority))
         issuer.verify_directly_issued_by(issuer)
-        own.verify_directly_issued_by(issuer)
+        holder.verify_directly_issued_by(issuer)
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
         return False
-    return private.public_key() == own.public_key()
+    return private.public_key() == holder.public_key()
 
 
 def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME) -> bytes:
     """Make an authority in a folder that has none yet; return its certificate.
 
     Raises:
-        FileExistsError: there is an authority already, which sites may know.
+        FileExistsError: there is an authority already, and sites may know it.
     """
     folder = Path(folder)
     if (folder / _AUTHORITY_KEY).exists():
@@ -198,9 +198,9 @@ def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME
 
 
 def make_server(authority: Path | str, lifetime: timedelta = YEAR) -> Identity:
-    """Make the identity of a server under the authority in a folder, which is made where there is none.
+    """Make the identity of a server by the authority in a folder; make the authority if there is none.
 
-    It is not written there: `save` it where the server is, and keep the authority's folder elsewhere.
+    The identity is not written there: `save` it on the server's machine, and keep the authority's folder elsewhere.
     """
     if not (Path(authority) / _AUTHORITY_KEY).exists():
         make_authority(authority)
@@ -210,7 +210,7 @@ def make_server(authority: Path | str, lifetime: timedelta = YEAR) -> Identity:
 
 
 def make_site(authority: Path | str, name: str, lifetime: timedelta = YEAR) -> Identity:
-    """Make a site's identity where authority and site are in one hand, as on one machine; else see `enrolment`."""
+    """Make a site's identity on the authority's own machine; for sites elsewhere see `enrolment`."""
     key = new_key()
     certificate = sign(authority, request(key, name), name, lifetime)
     return Identity(key, certificate, (Path(authority) / _AUTHORITY).read_bytes())
@@ -222,24 +222,24 @@ def new_key() -> bytes:
 
 
 def request(key: bytes, name: str) -> bytes:
-    """Return a signing request of a site, which proves that whoever asks has the key."""
+    """Return a site's signing request, which proves possession of the key."""
     check_name(name)
     return _request(key, name)
 
 
 def sign(authority: Path | str, request: bytes, name: str, lifetime: timedelta = YEAR) -> bytes:
-    """Return a site's certificate for whoever made the signing request, as `name`, whatever name the request says.
+    """Return a site's certificate for a signing request, with `name` in place of the request's own name.
 
     Raises:
-        ValueError: it is no request, or not signed with its key, or of another kind of key; or no name for a site; or
-            the authority's own certificate has ended.
+        ValueError: the request is malformed, not signed with its key, or has another kind of key; `name` is not valid
+            for a site; or the authority's own certificate has expired.
     """
     check_name(name)
     return _certify(authority, request, name, lifetime, _JOINS, x509.UniformResourceIdentifier("fedtorch:site"))
 
 
 def check_site_certificate(certificate: bytes) -> None:
-    """Raise PermissionError unless a PEM certificate was made for a site; warn where it ends soon."""
+    """Raise PermissionError unless a PEM certificate was made for a site; warn if it expires soon."""
     check_usage(certificate, _JOINS)
     warn_of_end(certificate)
 
@@ -252,14 +252,16 @@ def _certify(
     usage: x509.ObjectIdentifier,
     known_as: x509.GeneralName,
 ) -> bytes:
-    """Return a certificate for one usage; it ends with the authority's, if not before."""
+    """Return a certificate for one usage, which expires with the authority's at the latest."""
     try:
         asked = x509.load_pem_x509_csr(request)
         key = asked.public_key()
-        fine = asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == "secp256r1"
+        valid = (
+            asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name == "secp256r1"
+        )
     except Exception as error:
         raise ValueError(f"Expected a signing request, but got something else: {error}") from None
-    if not fine or not isinstance(key, ec.EllipticCurvePublicKey):
+    if not valid or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError("Expected a signing request of a P-256 key, signed with it, but got another")
     private = serialization.load_pem_private_key((Path(authority) / _AUTHORITY_KEY).read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((Path(authority) / _AUTHORITY).read_bytes())
@@ -295,7 +297,7 @@ def _how_to_renew(name: str) -> str:
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Return the SHA-256 of the public key in a PEM certificate, in hexadecimal; renewed ones have the same."""
+    """Return the SHA-256 of the public key in a PEM certificate, in hexadecimal; it is the same after renewal."""
     public = x509.load_pem_x509_certificate(certificate).public_key()
     return digest_of(public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
 

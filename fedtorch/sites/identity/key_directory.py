@@ -1,10 +1,10 @@
-"""The keys with which sites speak to each other in a run, through a server that could otherwise put in its own.
+"""Sites' keys for messages to each other in a run, signed so that the server cannot replace them by its own.
 
-A process makes two keys for a run, one to sign and one to seal with, and signs them with its site's key, which it
-enrolled with. A *directory* is what the server passes on: everybody's announcement, and the roster as the authority has
-signed it. Whoever reads it believes the authority that it was enrolled by, and nobody else. The authority's key is on
-the server's side, so that whoever steals it can invent sites: keep it elsewhere (`fedtorch admit` needs it, a run does
-not), and let a site say how many there have to be.
+For a run a process makes two keys, for signing and for sealing, and signs them with the key of its site's enrolment.
+The server passes on a *directory*: the announcements of all sites, and the roster signed by the authority. A site that
+reads it trusts only the authority of its own enrolment. The authority's key is on the server's side, and whoever steals
+it can invent sites: keep it elsewhere (`fedtorch admit` needs it, a run does not), and let sites require a least
+number of sites.
 
 >>> import tempfile
 >>> from fedtorch.sites import Roster
@@ -14,13 +14,13 @@ not), and let a site say how many there have to be.
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
 >>> keys = key_directory.RunKeys(site, "run 1", first=0, clients=3)  # at the site
->>> word, signed = keys.announcement(epoch=0), key_directory.sign_roster(folder.name, roster)
->>> heard: key_directory.Speaker = key_directory.speaker(word, signed, "run 1")  # at the server
->>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
+>>> announcement, signed = keys.announcement(epoch=0), key_directory.sign_roster(folder.name, roster)
+>>> speaker: key_directory.Speaker = key_directory.speaker(announcement, signed, "run 1")  # at the server
+>>> speaker.name, speaker.clients, speaker.sealing == keys.sealing.public_key().public_bytes_raw()
 ('ward 7', 3, True)
->>> written = key_directory.write(signed, [word])  # by the server
->>> passed_on: key_directory.KeyDirectory = key_directory.read(written, authority, "run 1")  # at another site
->>> passed_on.speakers == (heard,)
+>>> written = key_directory.write(signed, [announcement])  # by the server
+>>> directory: key_directory.KeyDirectory = key_directory.read(written, authority, "run 1")  # at another site
+>>> directory.speakers == (speaker,)
 True
 >>> folder.cleanup()
 """
@@ -51,30 +51,30 @@ MOST_SITES = 10_000
 
 
 class Speaker(NamedTuple):
-    """A site in a run, as it has announced itself."""
+    """A site's announcement of itself in a run."""
 
     name: str
-    first: int  # the number of its first client
+    first: int  # number of its first client
     clients: int
-    signing: bytes  # its public Ed25519 key
-    sealing: bytes  # its public X25519 key
+    signing: bytes  # public Ed25519 key
+    sealing: bytes  # public X25519 key
 
 
 class KeyDirectory(NamedTuple):
-    """The sites that can be spoken to, in the order of their clients, and when the roster was signed."""
+    """The sites with announced keys, in the order of their clients, and the time of the roster's signature."""
 
     speakers: tuple[Speaker, ...]
     issued: float  # seconds since 1970
 
 
 class RunKeys:
-    """The secret keys of this process in a run, which never leave it, and what it announces of them.
+    """The secret keys of this process in a run, which never leave it, and the announcement of their public keys.
 
     Args:
-        identity: of the site.
-        run: the run.
-        first: the number of its first client.
-        clients: how many it has.
+        identity: the site's identity.
+        run: identity of the run.
+        first: number of the site's first client.
+        clients: number of its clients.
     """
 
     def __init__(self, identity: Identity, run: str, first: int, clients: int) -> None:
@@ -82,7 +82,7 @@ class RunKeys:
         self.epoch: int | None = None
 
     def announcement(self, epoch: int) -> bytes:
-        """Return the site's signed announcement of its keys, which are made anew in every epoch."""
+        """Return the site's signed announcement of its keys; each epoch has new keys."""
         if epoch != self.epoch:
             self.epoch, self.signing, self.sealing = epoch, Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
             site = serialization.load_pem_private_key(self._identity.key, None)
@@ -92,12 +92,12 @@ class RunKeys:
                 serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
             )
             about = {**self._about, "name": self._identity.name, "signing": public[0], "sealing": public[1]}
-            self._said = _signed(_WORD, {**about, "key": coded.hex()}, site)
-        return self._said
+            self._announcement = _signed(_WORD, {**about, "key": coded.hex()}, site)
+        return self._announcement
 
 
 def sign_roster(authority: Path | str, roster: Roster, now: Callable[[], float] = time.time) -> bytes:
-    """Return the sites of a roster that are not revoked, and their keys, signed by the authority in a folder."""
+    """Return a roster's sites that are not revoked, with their keys, signed by the authority in a folder."""
     key = serialization.load_pem_private_key((Path(authority) / "authority.key.pem").read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     sites = {name: site.key for name, site in roster.sites.items() if not site.revoked}
@@ -105,15 +105,15 @@ def sign_roster(authority: Path | str, roster: Roster, now: Callable[[], float] 
 
 
 def write(roster: bytes, announcements: Sequence[bytes]) -> bytes:
-    """Return a directory, of a signed roster and announcements in the order of the clients."""
+    """Return a directory from a signed roster and announcements in the order of the clients."""
     return json.dumps([part.decode() for part in (roster, *announcements)]).encode()
 
 
 def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
-    """Return the site that an announcement is of, by a roster of one's own that need not be believed.
+    """Return the site of an announcement, by the server's own roster, whose signature is not checked.
 
     Raises:
-        ValueError: nobody of the roster, or not for this run.
+        ValueError: the announcement is not signed by a site of the roster, or is for another run.
     """
     try:
         return _speaker(word, json.loads(json.loads(roster)["said"])["sites"], run)
@@ -122,22 +122,22 @@ def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
 
 
 def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
-    """Return a directory that can be believed.
+    """Return a directory, after checking all signatures.
 
     Args:
-        directory: what the server has passed on.
-        authority: its certificate, as the site was enrolled with.
-        run: the run.
+        directory: the bytes from the server.
+        authority: certificate of the authority that enrolled this site.
+        run: identity of the run.
 
     Raises:
-        ValueError: it is none, or something in it is not signed by whom it should be, or of another run.
+        ValueError: the directory is malformed, has a wrong signature, or is for another run.
     """
     try:
-        roster, *said = [part.encode() for part in json.loads(directory)]
-        if len(said) > MOST_SITES:
+        roster, *announcements = [part.encode() for part in json.loads(directory)]
+        if len(announcements) > MOST_SITES:
             raise ValueError(f"it has more than {MOST_SITES} sites")
         known = _verified(_ROSTER, roster, x509.load_pem_x509_certificate(authority).public_key(), "the authority")
-        speakers = tuple(_speaker(word, known["sites"], run) for word in said)
+        speakers = tuple(_speaker(word, known["sites"], run) for word in announcements)
         ends = [0, *(each.first + each.clients for each in speakers)]
         if any(each.first < end or each.clients < 1 for each, end in zip(speakers, ends)):
             raise ValueError("sites have each other's clients")
@@ -151,7 +151,7 @@ def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
 
 
 def _speaker(word: bytes, sites: dict[str, str], run: str) -> Speaker:
-    """Return the site that an announcement is of, if the roster has it with the key that has signed."""
+    """Return the site of an announcement, if the roster lists it with the key of the signature."""
     statement = json.loads(json.loads(word)["said"])
     name, coded = statement["name"], bytes.fromhex(statement["key"])
     if name not in sites:
@@ -164,14 +164,14 @@ def _speaker(word: bytes, sites: dict[str, str], run: str) -> Speaker:
     keys = [bytes.fromhex(about[kind]) for kind in ("signing", "sealing")]
     numbers = [about[kind] for kind in ("first", "clients")]
     if [len(key) for key in keys] != [_KEY, _KEY] or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{name!r} has announced no keys")
+        raise ValueError(f"{name!r} has announced malformed keys")
     return Speaker(name, *numbers, *keys)
 
 
 def _signed(kind: bytes, about: dict[str, Any], key: ec.EllipticCurvePrivateKey) -> bytes:
-    said = json.dumps(about)
-    signature = key.sign(kind + said.encode(), ec.ECDSA(hashes.SHA256()))
-    return json.dumps({"said": said, "signature": base64.b64encode(signature).decode()}).encode()
+    content = json.dumps(about)
+    signature = key.sign(kind + content.encode(), ec.ECDSA(hashes.SHA256()))
+    return json.dumps({"said": content, "signature": base64.b64encode(signature).decode()}).encode()
 
 
 def _verified(kind: bytes, word: bytes, key: Any, who: str) -> dict[str, Any]:

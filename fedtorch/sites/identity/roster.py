@@ -1,4 +1,4 @@
-"""The sites that a server lets in: their names, keys and what they have agreed to, in a file that is always whole."""
+"""The sites that a server admits, with their keys and agreed row counts, in a file that is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fedtorch import _files as files
 from fedtorch.sites.identity.certificates import check_name, common_name
 from fedtorch.sites.identity.identity import fingerprint
 
-_SECONDS = 30.0  # for another process that writes the file
+_SECONDS = 30.0  # longest wait for another process that writes the file
 
 
 class Member(NamedTuple):
-    """A site as the server knows it; see `Roster`."""
+    """An entry of a `Roster`."""
 
     key: str  # fingerprint of its public key
-    revoked: str = ""  # why it may not come back, "" while it may
-    rows: int | None = None  # it holds so many at most, if that was agreed
+    revoked: str = ""  # reason for revoking the key; "" if it is valid
+    rows: int | None = None  # most rows that the site may report; None if nothing was agreed
 
 
 class Roster:
-    """The sites of a server, read from a file again whenever that has changed.
+    """The sites of a server, read from a file, again whenever it has changed.
 
     Args:
-        path: of the file; one that is not there is an empty roster.
+        path: path of the file; a missing file is an empty roster.
 
     Raises:
-        ValueError: the file is something else.
+        ValueError: the file is not a roster.
 
     Example:
         >>> import tempfile
@@ -52,7 +52,7 @@ class Roster:
 
     @property
     def sites(self) -> dict[str, Member]:
-        """Return all by name, those that are revoked too."""
+        """Return all sites by name, including revoked ones."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -64,21 +64,21 @@ class Roster:
 
     @property
     def rows(self) -> dict[str, int | None]:
-        """Return the number of rows each site may say that it has, None where nothing was agreed."""
+        """Return the most rows that each site may report, None if nothing was agreed."""
         return {name: site.rows for name, site in self.sites.items()}
 
     def name_of(self, certificate: bytes) -> str:
-        """Return the site that shows this PEM certificate, which the authority has made.
+        """Return the site's name in a PEM certificate by the authority.
 
         Raises:
-            PermissionError: it is not in the roster with this key, or revoked.
+            PermissionError: the site is not in the roster with this key, or is revoked.
         """
         name = common_name(x509.load_pem_x509_certificate(certificate))
         self.check(name, fingerprint(certificate))
         return name
 
     def check(self, name: str, key: str) -> None:
-        """Raise PermissionError unless a site of this name may be here, with the key of this fingerprint."""
+        """Raise PermissionError unless a site with this name and key fingerprint is admitted."""
         site = self.sites.get(name)
         if site is None:
             raise PermissionError(f"Expected a site of the roster, but {name!r} is not in it; enrol first")
@@ -88,12 +88,12 @@ class Roster:
             raise PermissionError(f"Expected {name!r} with the key of the roster, but got another; enrol anew")
 
     def add(self, name: str, key: str, rows: int | None = None) -> None:
-        """Let a site in, with the fingerprint of its key in place of an earlier one."""
+        """Admit a site with the fingerprint of its key, which replaces an earlier one."""
         check_name(name)
         self._change(name, Member(key, "", rows))
 
     def revoke(self, name: str, reason: str) -> None:
-        """Let a site in no longer; one that is connected is disconnected with its next frame.
+        """Revoke a site's key; a connected site is disconnected at its next frame.
 
         Raises:
             ValueError: no such site.

@@ -1,4 +1,4 @@
-"""Keep the totals that each site has told for good, so that a site that leaves can have it withdrawn."""
+"""Totals of persistent contributions by site, so that a site can withdraw its own."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ from fedtorch.tree import Tree
 
 
 class Account:
-    """The sums of what sites have told beyond their clients' initial states, and which sites have left.
+    """Sums of sites' contributions beyond their clients' initial states, and the sites that have been withdrawn.
 
     Args:
-        sites: how many there are.
-        nothing: what a site has told that has told nothing; None keeps no sums, and nothing can be withdrawn.
+        sites: number of sites.
+        zero: a site's sum before any contribution; None to store no sums, so that nothing can be withdrawn.
+
+    Attributes:
+        left: `(sites,)` whether a site has been withdrawn.
     """
 
-    def __init__(self, sites: int, nothing: Tree) -> None:
+    def __init__(self, sites: int, zero: Tree) -> None:
         self.left = torch.zeros(sites, dtype=torch.bool)
-        self._told = None if nothing is None else tree.map(lambda leaf: leaf.repeat(sites, *[1] * leaf.ndim), nothing)
+        self._totals = None if zero is None else tree.map(lambda leaf: leaf.repeat(sites, *[1] * leaf.ndim), zero)
 
     def add(self, site: int, change: Tree) -> None:
-        """Take in what a site has told in a round."""
-        if self._told is not None:
-            tree.map(lambda total, new: total[site].add_(new), self._told, change)
+        """Add a site's contribution of a round."""
+        if self._totals is not None:
+            tree.map(lambda total, new: total[site].add_(new), self._totals, change)
 
     def withdraw(self, site: int) -> Tree:
-        """Return a site's totals; from now on it has left.
+        """Return a site's total, and mark the site as withdrawn.
 
         Raises:
-            ValueError: it has left before, or no account was kept.
+            ValueError: it has been withdrawn before, or contributions by site are not stored.
         """
-        if self._told is None:
+        if self._totals is None:
             raise ValueError(
-                "Expected a population with withdrawals=True, which keeps what each site has told, of an algorithm "
-                "whose clients tell sums for good that the server can read"
+                "Expected a population with withdrawals=True, which stores each site's contributions, and an algorithm "
+                "with persistent contributions whose sums the server can read"
             )
         if self.left[site]:
-            raise ValueError("Expected a site that takes part, but what this one told has been withdrawn before")
+            raise ValueError("Expected a site that takes part, but this one has been withdrawn before")
         self.left[site] = True
-        return tree.map(lambda leaf: leaf[site].clone(), self._told)
+        return tree.map(lambda leaf: leaf[site].clone(), self._totals)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return it flat, for checkpoints."""
-        return {"left": self.left.clone(), **tree.flatten(tree.to(self._told, copy=True), "told")}
+        """Return the account flat, for checkpoints."""
+        return {"left": self.left.clone(), **tree.flatten(tree.to(self._totals, copy=True), "told")}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Go back to what `state_dict` said."""
-        known = len(flat["left"])  # sites, and others that have joined them since
+        """Restore `state_dict`."""
+        known = len(flat["left"])  # more sites may have been added since
         for mine, loaded in zip(
-            tree.leaves((self.left, self._told)),
-            tree.leaves((flat["left"], tree.unflatten(flat, self._told, "told"))),
+            tree.leaves((self.left, self._totals)),
+            tree.leaves((flat["left"], tree.unflatten(flat, self._totals, "told"))),
             strict=True,
         ):
             mine.zero_()

@@ -1,4 +1,4 @@
-"""A site's answers beside rounds: scores, and questions after a fit, which are on a list; the server's half."""
+"""Scores and post-fit queries over sites: a site's answers, and the server's half."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.federation.runs.holders import Holder, Kind
 
-_MOST_NODES = 2**16  # of the mixtures that sites tell
-_MOST_BESIDE = 100  # other runs in one question
-_DESCRIBED = {"algorithm", "settings", "fingerprint", "design"}  # of another run
+_MOST_NODES = 2**16  # most nodes of a site's mixtures
+_MOST_BESIDE = 100  # most other runs in one query
+_DESCRIBED = {"algorithm", "settings", "fingerprint", "design"}  # metadata of another run
 
 
 def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
-    """Return a function of what clients predict with and their validation rows: metrics' sums `(K, ...)`.
+    """Return a function (clients' tensors, their validation rows) -> sums of metrics `(K, ...)`.
 
     Raises:
         Refusal: the algorithm does not predict.
@@ -48,7 +48,7 @@ def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, 
 def by_client(
     clients: LocalClients, inboxes: Inboxes, data: FederatedData, function: Callable[[Tree, ClientData], Tree]
 ) -> Tree:
-    """Return what a function makes of clients' tensors and rows `(K, ...)`, in the order of their inboxes."""
+    """Return a function's values of clients' tensors and rows `(K, ...)`, in the order of their inboxes."""
     parts = []
     with torch.no_grad():
         for rows, block in data.buckets(small=SMALL_BLOCK):
@@ -58,12 +58,12 @@ def by_client(
 
 
 def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor]]:
-    """Return what is asked, and room for the tensors beside it.
+    """Return (the kind of a query, the structure of its tensors).
 
     Raises:
-        Refusal: it is none that fits of the algorithm answer.
-        PayloadError: the frame is not as it should be, or has what the question does not take: a site's own draws
-            follow from all that is asked.
+        Refusal: fits of the algorithm do not answer this query.
+        PayloadError: the frame is malformed, or has content that the query does not use. Such content could vary the
+            site's own draws, which depend on the whole request.
     """
     from fedtorch.federation.runs.holders import room
     from fedtorch.inference.questions import answered
@@ -89,16 +89,17 @@ def answer(
     holder: Holder,
     others: Sequence[tuple[SiteConfiguration, Frame]],
 ) -> bytes:
-    """Return a site's answer.
+    """Return a site's answer to a post-fit query.
 
     Args:
-        frame: that asks.
-        kind, sent: the question.
-        holder: the site in this run.
-        others: runs that are asked about beside, see `others`.
+        frame: the query.
+        kind: kind of the query.
+        sent: tensors of the query.
+        holder: the site's data and algorithm in this run.
+        others: other runs of the query, see `others`.
 
     Raises:
-        Refusal: the site cannot or may not, or other runs are of algorithms, rows or clients that it does not have.
+        Refusal: the site cannot or may not answer, or does not have the algorithms, rows or clients of other runs.
     """
     from fedtorch.federation.runs.holders import Unanswerable, sent_beside
 
@@ -109,21 +110,21 @@ def answer(
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
         beside.append((one, sent_beside(sent, number)))
     try:
-        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+        values = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
     except Unanswerable as error:
         raise Refusal(str(error)) from error
-    nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
-    return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
+    nodes = tree.leaves(values)[0].shape[-1] if kind.by_client else 1
+    return frames.encode("answer", {"told": values}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
 
 def others(
     frame: Frame, configured: Callable[[str | None], SiteConfiguration]
 ) -> list[tuple[SiteConfiguration, Frame]]:
-    """Return what a question says of other runs, as the frames that begin them say it, and the rows of each.
+    """Return the other runs of a query: for each the configuration with its rows, and a frame that begins it.
 
     Args:
-        frame: that asks.
-        configured: design of a formula, as JSON -> the configuration with rows by it.
+        frame: the query.
+        configured: design of a formula, as JSON -> the configuration with rows by that design.
     """
     runs = [frame._replace(kind="begin", about=one) for one in _beside(frame)]
     design = lambda run: None if run.about.get("design") is None else run.text("design")
@@ -131,12 +132,12 @@ def others(
 
 
 def _beside(frame: Frame) -> list[dict[str, Any]]:
-    """Return what a question says of other runs."""
-    said = frame.names("about").get("beside", [])
-    runs = isinstance(said, list) and all(isinstance(one, dict) and one.keys() <= _DESCRIBED for one in said)
-    if not runs or len(said) > _MOST_BESIDE:
-        raise frame.refused(f"at most {_MOST_BESIDE} other runs by {sorted(_DESCRIBED)}", said)
-    return said
+    """Return the metadata of a query's other runs."""
+    described = frame.names("about").get("beside", [])
+    runs = isinstance(described, list) and all(isinstance(one, dict) and one.keys() <= _DESCRIBED for one in described)
+    if not runs or len(described) > _MOST_BESIDE:
+        raise frame.refused(f"at most {_MOST_BESIDE} other runs by {sorted(_DESCRIBED)}", described)
+    return described
 
 
 def asked(
@@ -147,12 +148,12 @@ def asked(
     about: Mapping[str, Any],
     each: Mapping[str, Tensor],
 ) -> Half:
-    """Ask all sites a question; return a row per client, or the sum of their answers.
+    """Send a post-fit query to all sites; return a row per client, or the sum of their answers.
 
-    A site is sent `sent`, and of `each` `(K, ...)` the rows of its own clients.
+    A site gets `sent`, and the rows of its own clients in `each` `(K, ...)`.
 
     Raises:
-        RuntimeError: a site has left or does not answer; the message says why.
+        RuntimeError: a site has been withdrawn or does not answer; the message gives the reason.
     """
     from fedtorch.federation.runs.holders import Form
 
@@ -164,27 +165,27 @@ def asked(
     number, counts = sites.next_sequence(), dict(zip(sites.names, session.plan.counts))
 
     def tensors(site: str) -> dict[str, Tensor]:
-        own = session.of_site(site)
-        return {**sent, **{name: leaf[own] for name, leaf in each.items()}}
+        ids = session.of_site(site)
+        return {**sent, **{name: leaf[ids] for name, leaf in each.items()}}
 
     for site in sites.names:
-        inboxes, its = session.inboxes(outbox, session.of_site(site)), tensors(site)
-        shapes = {name: list(leaf.shape) for name, leaf in its.items()}
-        yield session.request("ask", site, number, inboxes, its, question=kind.name, about=about, shapes=shapes)
+        inboxes, query = session.inboxes(outbox, session.of_site(site)), tensors(site)
+        shapes = {name: list(leaf.shape) for name, leaf in query.items()}
+        yield session.request("ask", site, number, inboxes, query, question=kind.name, about=about, shapes=shapes)
 
     def read(site: str, frame: Frame) -> Tree:
         nodes = frame.integer("nodes", 1, _MOST_NODES)
         form = Form(session.algorithm, counts[site], tensors(site), about, nodes)
-        told = frame.tree({"told": kind.like(form)}, finite=False)
-        if not kind.by_client and not is_finite(told["told"]):
+        content = frame.tree({"told": kind.like(form)}, finite=False)
+        if not kind.by_client and not is_finite(content["told"]):
             raise frame.refused("finite sums", "NaN or Inf")
-        return told["told"]
+        return content["told"]
 
     answers = yield session.wait(sites.names, read)
     if answers.missing:
         raise RuntimeError(f"Expected answers of all sites, but got none of {reasons(answers.missing)}")
-    told = [answers.messages[site] for site in sites.names]
-    widths = {tree.leaves(each)[0].shape[1:] for each in told}
+    values = [answers.messages[site] for site in sites.names]
+    widths = {tree.leaves(each)[0].shape[1:] for each in values}
     if kind.by_client and len(widths) > 1:
         raise RuntimeError(f"Expected as many nodes of every site, but got {sorted(map(list, widths))}")
-    return tree.concatenate(told) if kind.by_client else tree.map(lambda *leaves: torch.stack(leaves).sum(0), *told)
+    return tree.concatenate(values) if kind.by_client else tree.map(lambda *leaves: torch.stack(leaves).sum(0), *values)

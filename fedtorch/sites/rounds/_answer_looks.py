@@ -1,4 +1,4 @@
-"""Know how the answers of sites to a round have to look, and find numbers in them that are none."""
+"""The expected structure of sites' answers to a round, and a check for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from fedtorch.sites.rounds._frame_header import Header
 from fedtorch.sites.rounds.frames import EVERYBODY, Frame
 from fedtorch.tree import Tree
 
-_MOST = 8  # structures that are kept: a site chooses the names of what it says besides
+_MOST = 8  # most structures in the cache, which a site could fill by new names of diagnostics
 
 
 class Look(NamedTuple):
-    """How an answer looks, as its header says."""
+    """The structure of an answer, from its header."""
 
-    clients: int  # that answered
-    everybody: bool  # whether they are all of the site's
-    refused: dict[int, str]  # clients whose messages the site has left out, and the fields for which it has
-    like: Tree  # the structure, or a `wire.Template` of it
+    clients: int  # number of clients that answered
+    everybody: bool  # whether these are all clients of the site
+    refused: dict[int, str]  # clients whose messages were left out, with the field at fault
+    like: Tree  # structure of the tensors, or a `wire.Template` of it
 
 
 class AnswerLooks:
-    """Return how answers look to a round of one algorithm.
+    """The structures of answers to rounds of one algorithm.
 
     Args:
-        exchange: of the algorithm.
+        exchange: the algorithm's exchange.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._partial: Tree = None  # a sum, which looks alike of any number of clients
+        self._partial: Tree = None  # a sum, whose structure does not depend on the number of clients
         self._known: dict[tuple[Header, int], Look] = {}
 
     def of(self, frame: Frame, message: Tree, most: int, hidden: bool) -> Look:
-        """Return how an answer looks; raise PayloadError unless its header is one of an answer.
+        """Return the structure of an answer; raise PayloadError for a header that is not of an answer.
 
         Args:
-            frame: the answer, of which the tensors are not read yet.
-            message: `(0, ...)` of the algorithm's clients, the same in all rounds.
-            most: clients of the site.
-            hidden: whether the answer is bytes by name, which the server may not read.
+            frame: the answer, whose tensors are not read yet.
+            message: structure of clients' messages `(0, ...)`, the same in all rounds.
+            most: number of the site's clients.
+            hidden: whether the answer is bytes by name that the server may not read.
         """
         if hidden:
             return self._look(frame, message, most, frame.room())
@@ -72,7 +72,7 @@ class AnswerLooks:
         return Look(count, everybody, refused, {"ids": ids, "info": info, "partial": partial})
 
     def _aggregate(self, message: Tree, count: int) -> Tree:
-        """Return a partial aggregate of so many clients."""
+        """Return the structure of a partial aggregate of `count` clients."""
         if self._exchange.additive and self._partial is not None:
             return self._partial
         rows = 0 if self._exchange.additive else count
@@ -82,10 +82,10 @@ class AnswerLooks:
 
 
 def not_finite_in(partial: Tree) -> str | None:
-    """Return the path of the first leaf with NaN or Inf, None where all are finite.
+    """Return the path of the first leaf with NaN or Inf; None if all numbers are finite.
 
-    A partial aggregate is a few numbers, which NumPy looks through without the turns that other threads are given at
-    every operation of torch.
+    A partial aggregate has few numbers, which NumPy checks without the switches to other threads that every operation
+    of torch allows.
     """
     if all(_is_finite(leaf) for leaf in tree.leaves(partial)):
         return None

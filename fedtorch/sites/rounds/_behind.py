@@ -1,7 +1,7 @@
-"""Count what is behind the numbers that leave a site, and hold them to the least that its policy names.
+"""Count the rows behind numbers that leave a site, and enforce the minimum of its policy.
 
-What adds up leaves a site as the sum of the clients that were asked, and the rows of all of them are behind it. What
-goes client by client has the client's own rows behind it. Nothing at all tells nothing.
+An additive message leaves a site as the sum over the clients that were asked: the rows of all of them are behind it.
+Behind a client's own message are only the client's rows. An empty message discloses nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.policy import Policy, Refusal
 
 _LOG = logging.getLogger(__name__)
-_NAMED = 10  # clients that a line names at most
+_NAMED = 10  # most clients that a log message names
 _ALLOWED = "its side would allow it by a smaller Policy(minimum=)"
 
 
 class Behind:
-    """Holds what a site says of its clients to the least number of rows.
+    """Counts the rows behind a site's numbers, and refuses those with fewer than the policy's minimum.
 
     Args:
-        policy: of the site.
-        counts: rows of each of its clients `(K,)`.
-        names: theirs, which its own log alone has.
-        first: the number of the first of them, as the server counts.
-        persons: whose rows each client has, by name, where these count in place of rows.
-        rows: what they are called.
+        policy: the site's policy.
+        counts: row counts of its clients `(K,)`.
+        names: names of the clients, which appear only in the site's log.
+        first: number of the first client at the server.
+        persons: persons of each client, by name, if these count in place of rows.
+        rows: name of the rows in messages.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class Behind:
         rows: str = "rows",
     ) -> None:
         self.least, self._names, self._first, self._persons = policy.minimum, names, first, persons
-        self._told = counts
+        self._row_counts = counts
         self._counts = counts if persons is None else torch.tensor([len(persons[name]) for name in names])
         self._numbers = {name: number for number, name in enumerate(names, first)}
         self._what = rows if persons is None else policy.counted
 
     def each(self, ids: Tensor) -> Tensor:
-        """Return how many rows are behind each of some clients `(M,)`."""
+        """Return the number of rows behind each of some clients `(M,)`."""
         return self._counts[ids - self._first]
 
     def all(self, ids: Tensor) -> int:
-        """Return how many rows are behind the sum of some clients."""
+        """Return the number of rows behind a sum of some clients."""
         if self._persons is None:
             return int(self.each(ids).sum())
         return len(frozenset().union(*(self._persons[self._names[k - self._first]] for k in ids.tolist())))
 
     def named(self, names: Iterable[str]) -> int:
-        """Return how many rows are behind the sum of some clients, by name."""
+        """Return the number of rows behind a sum of some clients, by name."""
         return self.all(torch.tensor([self._numbers[name] for name in names], dtype=torch.int64))
 
     def is_enough(self, ids: Tensor) -> bool:
@@ -67,18 +67,18 @@ class Behind:
         return not 0 < self.all(ids) < self.least
 
     def few(self, ids: Tensor, taken: int | None = None) -> Tensor:
-        """Return those of some clients of which no number of their own may leave; see `check_taken` for `taken`."""
+        """Return the clients of `ids` that have too few rows for a number of their own; `taken` as in `check_taken`."""
         rows = self._of(ids, taken)
         return ids[(rows > 0) & (rows < self.least)]
 
     def _of(self, ids: Tensor, taken: int | None) -> Tensor:
-        """Return how many rows of each of some clients are in a number of its own `(M,)`."""
+        """Return the number of rows in each client's own number `(M,)`."""
         return self.each(ids) if taken is None else self.each(ids).clamp(max=taken)
 
     def _together(self, ids: Tensor, taken: int) -> int:
-        """Return how many rows are surely in a number of some clients that have taken so many of theirs.
+        """Return a lower bound of the rows in a sum of clients, each of which used at least `taken` rows.
 
-        Where persons count, those of one client are not added to those of another, who may be the same.
+        Persons of two clients are not added up, because they may be the same.
         """
         each = self._of(ids, taken)
         return 0 if len(each) == 0 else int(each.sum() if self._persons is None else each.max())
@@ -88,13 +88,13 @@ class Behind:
         """Return the numbers of all clients `(K,)`."""
         return torch.arange(self._first, self._first + len(self._names))
 
-    def counts_told(self) -> list[int]:
-        """Return how many rows clients have, as the server hears it: those of few are told their mean.
+    def reported_counts(self) -> list[int]:
+        """Return clients' row counts for the server, in which clients with few rows are replaced by their mean.
 
-        Where even their sum is of few rows, it is the mean of them and of the clients with the next fewest. So the sum
-        over all clients is right, to the row.
+        If these together have too few rows, the mean includes the clients with the next fewest. The sum over all
+        clients stays exact.
         """
-        counts, few = self._told.clone(), self.few(self.everybody)
+        counts, few = self._row_counts.clone(), self.few(self.everybody)
         if len(few) == 0:
             return counts.tolist()
         order = self.everybody[counts.argsort(stable=True)]
@@ -107,21 +107,21 @@ class Behind:
         return counts.tolist()
 
     def check(self, ids: Tensor, additive: bool) -> None:
-        """Refuse an answer of some clients.
+        """Refuse an answer of some clients if too few rows are behind it.
 
         Args:
-            ids: theirs `(M,)`, as the server counts.
-            additive: whether their sum leaves the site, and no message of a single one.
+            ids: numbers of the clients at the server `(M,)`.
+            additive: whether only the clients' sum leaves the site, and no single message.
 
         Raises:
-            Refusal: fewer rows are behind a number than the policy wants. The server hears a client's number, the
-                site's log has its name.
+            Refusal: fewer rows are behind a number than the policy's minimum. The server gets a client's number, and
+                the site's log its name.
         """
         if additive and not self.is_enough(ids):
             self.note("no sum", ids)
             raise Refusal(
-                f"the site answers with sums of at least {self.least} {self._what}, and those of the {len(ids)} of its "
-                f"clients that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
+                f"the site answers with sums of at least {self.least} {self._what}, and the {len(ids)} of its clients "
+                f"that were asked, or have answered, have fewer; ask more of them together; {_ALLOWED}"
             )
         if not additive and len(few := self.few(ids)):
             self.note("no messages of single clients", few)
@@ -132,12 +132,12 @@ class Behind:
             )
 
     def check_taken(self, ids: Tensor, additive: bool, taken: int) -> None:
-        """Refuse an answer of some clients that have taken so few of their rows each, as of one small batch.
+        """Refuse an answer of clients that have used too few of their rows, such as one small batch.
 
         Args:
-            ids: theirs `(M,)`.
+            ids: numbers of the clients `(M,)`.
             additive: whether their sum leaves the site.
-            taken: rows that each has taken at least; with persons, persons that so many rows are of at least.
+            taken: least number of rows that each client has used, or of persons to whom these must belong.
         """
         few = self._together(ids, taken) < self.least if additive else len(self.few(ids, taken)) > 0
         if few and bool((self._of(ids, taken) > 0).any()):
@@ -147,24 +147,24 @@ class Behind:
             )
 
     def check_first(self, ids: Tensor) -> None:
-        """Refuse an answer of which some clients, too few together, would tell for good for the first time."""
+        """Refuse first contributions of clients that together have too few rows."""
         if not self.is_enough(ids):
             self.note("no first sum", ids)
             raise Refusal(
-                f"clients tell for good for the first time in groups of at least {self.least} {self._what}, and the "
+                f"clients contribute for the first time in groups of at least {self.least} {self._what}, and the "
                 f"{len(ids)} that would do so now, client {int(ids[0])} among them, have fewer; ask all clients in the "
                 f"first round; {_ALLOWED}"
             )
 
     def joined(self, values: Tensor, ids: Tensor, taken: int | None = None) -> Tensor:
-        """Return a diagnostic of clients `(M,)`, the mean in the place of each; NaN where one has none.
+        """Return a diagnostic of clients `(M,)`, each replaced by the mean; NaN if a client with rows has no value.
 
-        The memory of cohorts counts the rows of all of them, so that the mean has to be one of all.
+        The record of cohorts counts the rows of all these clients, so the mean must include all.
 
         Args:
-            values: of each client.
-            ids: of the clients `(M,)`.
-            taken: rows of each that are in its own value at least, see `check_taken`; None for all that it has.
+            values: value of each client.
+            ids: numbers of the clients `(M,)`.
+            taken: least number of rows in each client's value, see `check_taken`; None for all its rows.
         """
         there = ids[self.each(ids) > 0]
         enough = self.is_enough(there) and (taken is None or self._together(there, taken) >= self.least)
@@ -173,13 +173,13 @@ class Behind:
         return one.expand(len(values)).clone()
 
     def note(self, what: str, ids: Tensor, why: str = "") -> None:
-        """Write to the site's own log, by name, which clients have too few rows, or what else is with them."""
+        """Log by name which clients have too few rows, or another reason `why`."""
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
         _LOG.warning("%s: clients %s%s %s", what, names, more, why or f"have fewer than {self.least} {self._what}")
 
 
 def behind(configuration: SiteConfiguration, first: int = 0) -> Behind:
-    """Return what is behind the numbers of a site's clients, the first of which the server counts as `first`."""
+    """Return the counts behind a site's numbers; `first` is the number of its first client at the server."""
     data = configuration.data
     return Behind(configuration.policy, data.counts, data.names, first, configuration.persons())

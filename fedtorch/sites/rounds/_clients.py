@@ -1,4 +1,4 @@
-"""The sites' clients in one run, as the server sees them."""
+"""The server's interface to the sites' clients in one run."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class RemoteClients:
     """All sites' clients; see `Clients`. Their states never leave the sites.
 
     Args:
-        plan: of the population.
-        algorithm: what they compute.
+        plan: the population's plan.
+        algorithm: what clients compute.
         state: one client's initial state.
 
     Attributes:
-        session: the server's part in the run, whose halves are driven here.
-        over: whether sites are told that the run is over.
+        session: the server's part in the run.
+        over: whether the run is over at the sites.
     """
 
     in_process = False
@@ -50,8 +50,8 @@ class RemoteClients:
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
         self.plan, self.algorithm, self.over = plan, algorithm, False
         keeps = plan.withdrawals and algorithm.told is not None and algorithm.exchange.additive
-        nothing = algorithm.exchange.finish(totals.told_by(algorithm, state, 0)).value if keeps else None
-        self._account, self._recording = Account(len(plan.sites.names), nothing), ServerRecording(plan, algorithm)
+        zero = algorithm.exchange.finish(totals.initial_total(algorithm, state, 0)).value if keeps else None
+        self._account, self._recording = Account(len(plan.sites.names), zero), ServerRecording(plan, algorithm)
         self._ask = self._recording.around(plan.sites.ask)
         self.session = ServerSession(plan, algorithm, state, self._account, self._recording)
         self._pace, self._done = Pace(), 0
@@ -68,12 +68,12 @@ class RemoteClients:
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
-            ValueError: the turn holds learning rates, a limit or shares, which are the sites' own.
+            ValueError: the turn has learning rates, a limit or shares, which only the sites set.
         """
         if turn.rates is not None or turn.limit is not None or turn.partial:
             raise ValueError(
                 "Expected a round in which sites train as their configuration says, but got learning rates, a limit of "
-                "minibatches or partial work for them; say them to the local solver, which the sites run too"
+                "minibatches or partial work for them; set them in the local solver, which the sites run too"
             )
         self.over, began = False, time.monotonic()
         self._done, self._goal = turn.round, turn.goal
@@ -88,7 +88,7 @@ class RemoteClients:
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
 
     def _status(self) -> dict[str, Any]:
-        """Return how far the run is, as JSON."""
+        """Return the run's progress, as JSON."""
         report = {} if self.algorithm.budget is None else self.algorithm.budget.report()
         return {
             "state": "over" if self.over else "running",
@@ -102,7 +102,7 @@ class RemoteClients:
         }
 
     def total(self) -> Tree | None:
-        """Return the total of what all clients tell for good, if all sites answer; see `Clients.total`."""
+        """Return the total of all clients' persistent contributions, if all sites answer; see `Clients.total`."""
         return self._drive(totals.total(self.session))[0]
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
@@ -114,7 +114,7 @@ class RemoteClients:
         """
         if data is not self.plan.validation:
             raise ValueError(
-                "Expected run.evaluate(population.validation, metrics), for the clients' rows are at the sites, but "
+                "Expected run.evaluate(population.validation, metrics), because rows are at the sites, but "
                 "got other rows; clients in no site are scored with unseen=True"
             )
         nobody = torch.zeros(len(data), dtype=torch.bool)
@@ -129,14 +129,14 @@ class RemoteClients:
         about: Mapping[str, Any],
         each: Mapping[str, Tensor] | None = None,
     ) -> Tree:
-        """Return what sites answer to a question after the fit, a row per client or the sum of all.
+        """Return the sites' answer to a post-fit query, a row per client or the sum of all.
 
         Args:
-            outbox: of the run.
-            kind: the question, one of `fedtorch.inference.questions`.
-            sent: tensors that all sites are sent.
+            outbox: the run's outbox.
+            kind: the query, one of `fedtorch.inference.questions`.
+            sent: tensors for all sites.
             about: settings.
-            each: tensors with a row per client `(K, ...)`, of which a site is sent those of its own.
+            each: tensors with a row per client `(K, ...)`; a site is sent the rows of its own clients.
 
         Raises:
             RuntimeError: a site does not answer; the message says why.
@@ -144,12 +144,12 @@ class RemoteClients:
         return self._drive(after_fit.asked(self.session, outbox, kind, sent, about, each or {}))[0]
 
     def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
-        """Return what leaves the sites; see `Clients.disclosed`."""
+        """Return the fields that leave the sites; see `Clients.disclosed`."""
         answered = self.session.local.disclosed(algorithm, carry, outbox, turn, at_sites=True)
         return [*answered, *conversation(algorithm, carry, self.plan.sites.names, answered)]
 
     def described(self) -> dict[str, Any]:
-        """Return what sites run, as JSON."""
+        """Return the algorithm, settings and fingerprint that sites run, as JSON."""
         return self.session.described()
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
@@ -157,33 +157,33 @@ class RemoteClients:
         return self.plan.sites.drive(half, session.run, session.begin, self._ask)
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """Return what clients predict with, where that does not depend on their own states; see `Clients.tensors`.
+        """Return the tensors with which clients predict, if these do not depend on states; see `Clients.tensors`.
 
         Raises:
-            ValueError: it does, and their states are at the sites.
+            ValueError: they depend on clients' states, which are at the sites.
         """
         if tree.leaves(self.session.local.table.initial):
             raise ValueError(
                 "Expected an algorithm whose clients have no state of their own, but got one whose clients predict "
-                "with it, at their sites; population.finish(run) tells the sites, whose `join` returns the models; "
+                "with it, at their sites; after population.finish(run) their `join` returns the models, and "
                 "run.global_module() is the server's"
             )
         return self.session.local.tensors(outbox, ids)
 
     def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
-        """Tell the sites that the run is over, and what their clients hear last; those that are away have `seconds`."""
+        """Send the sites the end of the run and final inboxes; disconnected sites have `seconds` to return."""
         sites = self.plan.sites
-        left, ends = dict(enumerate(sites.names)), time.monotonic() + seconds
+        waiting, ends = dict(enumerate(sites.names)), time.monotonic() + seconds
         while True:
-            connected = {index: site for index, site in left.items() if sites.is_here(site)}
-            for index in self._tell_over(outbox, connected) if connected else ():
-                del left[index]
-            if not left or time.monotonic() >= ends:
+            connected = {index: site for index, site in waiting.items() if sites.is_here(site)}
+            for index in self._send_over(outbox, connected) if connected else ():
+                del waiting[index]
+            if not waiting or time.monotonic() >= ends:
                 return
             sites.look(ends)
 
-    def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
-        """Tell sites, and return the numbers of those that have it on their stream."""
+    def _send_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
+        """Send the end of the run to connected sites; return the numbers of those to which it was sent."""
         session, sites = self.session, self.plan.sites
         if self.plan.carry.network is not None:
             self._drive(session.prepare([]))
@@ -196,10 +196,10 @@ class RemoteClients:
         return [index for index, site in here.items() if sites.tell(site, self.run, session.begin, requests[site])]
 
     def withdraw(self, site: str) -> Tree:
-        """Return the totals of a site's clients beyond their initial states; the site is not asked any more.
+        """Return a site's contributions beyond its clients' initial states; the site is not asked any more.
 
         Raises:
-            ValueError: no such site, or one that has left, or no account was kept.
+            ValueError: no such site, it has been withdrawn before, or contributions by site are not stored.
         """
         if site not in self.plan.sites.names:
             raise ValueError(f"Expected one of the sites {self.plan.sites.names}, but got {site!r}")
@@ -210,25 +210,25 @@ class RemoteClients:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the run's identity at the sites, what each brought, and which of its answers was last taken in."""
+        """Return the run's identity at the sites, their clients and rows, and the last answer of each that was used."""
         session = self.session
-        kept = tuple(session.kept)
-        if kept not in session.saved:
-            session.saved.append(kept)
+        last = tuple(session.kept)
+        if last not in session.saved:
+            session.saved.append(last)
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
         text = json.dumps({name: each._asdict() for name, each in self.plan.sites.bring.items()}).encode()
         known = {"over": torch.tensor(self.over), "bring": torch.tensor(list(text), dtype=torch.uint8)}
         troubles = json.dumps({name: each._asdict() for name, each in self.plan.sites.tally.items()}).encode()
         known["troubles"] = torch.tensor(list(troubles), dtype=torch.uint8)
         known |= self._recording.state_dict() | self._account.state_dict()
-        return {"kept": torch.tensor(kept), "run": run, **known}
+        return {"kept": torch.tensor(last), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
-        """Go back to what `state_dict` said; sites go back with their next request, those that have joined begin."""
+        """Restore `state_dict`; sites restore with their next request, and sites added since begin."""
         self._recording.load_state_dict(flat)
-        session, kept = self.session, flat["kept"].tolist()
+        session, last = self.session, flat["kept"].tolist()
         session.run, session.anyway, session.resumed = bytes(flat["run"].tolist()).hex(), anyway, True
-        session.kept = kept + [FIRST] * (len(self.plan.sites.names) - len(kept))
+        session.kept = last + [FIRST] * (len(self.plan.sites.names) - len(last))
         self.plan.sites.begin_anew()
         session.saved.append(tuple(session.kept))
         self.over = bool(flat["over"])
@@ -240,7 +240,7 @@ class RemoteClients:
         session.forget()
 
     def meet(self) -> None:
-        """Do nothing: sites are met when they are asked."""
+        """Do nothing: sites connect when they are asked."""
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
         """Do nothing: sites compare the algorithm's settings with their own when a run begins there."""

@@ -1,4 +1,4 @@
-"""Ask a person at the site before anything of a run leaves it: what is shown, and what is kept of the answer."""
+"""Consent of a person at the site, before anything of a run leaves: the text that is shown, and the recorded answer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedtorch.sites.rounds.policy import Refusal
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 12  # digits of a digest
-_LONGEST = 300  # characters of what a server says; of what has more these, how many, and the digest
+_LONGEST = 300  # most characters of a server's value; a longer one is shortened, with its length and digest
 Ask = Callable[[str], bool]
 Note = Callable[..., None]
 
 
 class Consent:
-    """A person's answers, one for each thing that was shown.
+    """A person's answers, one for each text that was shown.
 
     Args:
-        ask: shows a text and returns whether the answer is yes; None where nobody is asked, and all is answered.
+        ask: shows a text and returns whether the person agrees; None to allow everything without asking.
         note: writes an answer into the audit record.
 
     >>> Consent(lambda shown: False, lambda event, **about: None).to("the run 7f", "…")
@@ -31,41 +31,41 @@ class Consent:
 
     def __init__(self, ask: Ask | None, note: Note) -> None:
         self._ask, self._note = ask, note
-        self._answers: dict[str, bool] = {}  # by what was shown
+        self._answers: dict[str, bool] = {}  # by the text shown
 
     @property
     def is_asked(self) -> bool:
-        """Return whether anybody is asked."""
+        """Return whether a person is asked."""
         return self._ask is not None
 
     def to(self, what: str, shown: str) -> None:
         """Ask once; raise `Refusal` unless the answer was yes.
 
         Args:
-            what: it is about, in words.
-            shown: to the person, all of it.
+            what: subject of the question, in words.
+            shown: the complete text for the person.
         """
         if self._ask is None:
             return
         if shown not in self._answers:
-            of = digest(shown.encode())
-            _LOG.info("asking about %s: %s", what, of[:_SHOWN])
+            text_digest = digest(shown.encode())
+            _LOG.info("asking about %s: %s", what, text_digest[:_SHOWN])
             yes = self._answers[shown] = self._ask(shown)
-            self._note("consent", to=what, shown=of, answer="yes" if yes else "no", durable=True)
-            _LOG.info("the answer about %s is %s: %s", what, "yes" if yes else "no", of[:_SHOWN])
+            self._note("consent", to=what, shown=text_digest, answer="yes" if yes else "no", durable=True)
+            _LOG.info("the answer about %s is %s: %s", what, "yes" if yes else "no", text_digest[:_SHOWN])
         if not self._answers[shown]:
             raise Refusal(f"the site's people have said no to {what}")
 
 
 def of_run(run: str, algorithm: str, settings: Mapping[str, Any], clients: str, fields: Iterable[Field]) -> str:
-    """Return what is shown of a run.
+    """Return the text that is shown about a run.
 
     Args:
-        run: its identity.
-        algorithm: by name.
-        settings: of the server.
-        clients: of the site, in words.
-        fields: that leave the site.
+        run: identity of the run.
+        algorithm: name of the algorithm.
+        settings: the server's settings.
+        clients: the site's clients, in words.
+        fields: fields that leave the site.
     """
     given = ", ".join(f"{_quoted(name)[1:-1]}={_quoted(value)}" for name, value in settings.items())
     head = [f"Run {run}", f"Algorithm: {algorithm}({given})", f"Clients: {clients}"]
@@ -73,7 +73,7 @@ def of_run(run: str, algorithm: str, settings: Mapping[str, Any], clients: str, 
 
 
 def of_formula(formula: str, columns: Iterable[str], fields: Iterable[Field]) -> str:
-    """Return what is shown of an agreement on a formula, which reads columns of the site's frame."""
+    """Return the text that is shown about an agreement on a formula, which reads columns of the site's frame."""
     read = ", ".join(map(_quoted, columns))
     head = [f"An agreement on the formula {_quoted(formula)}", f"Columns that it reads: {read}"]
     return "\n".join([*head, "What leaves this site for it:", *_lines(fields)])
@@ -84,12 +84,12 @@ def _lines(fields: Iterable[Field]) -> list[str]:
     for row in in_brief(as_frame(fields)).itertuples():
         helps = f"; what helps: {row.helps}" if row.helps else ""
         lines.append(f"  {row.message}: {row.fields} (of {row.of}, {row.exactness}, to {row.reader})")
-        lines.append(f"      tells at worst {row.learns}{helps}")
+        lines.append(f"      discloses at worst {row.learns}{helps}")
     return lines
 
 
 def _quoted(value: Any) -> str:
-    """Return what a server says as printable characters, not too many; of other things, other characters."""
+    """Return a server's value as printable characters, shortened if it is long; different values differ."""
     text = ascii(value)
     if len(text) <= _LONGEST:
         return text

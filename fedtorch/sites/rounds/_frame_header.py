@@ -1,9 +1,8 @@
-"""The bytes of frames: headers that are the same in every round, which are written and parsed once.
+"""The bytes of frames, with a cache of headers, which are the same in every round.
 
-A frame is a payload of `fedtorch.wire`. The numbers that change from frame to frame, its counters, are the last of its
-tensors, whole numbers of eight bytes, and the metadata say under `counters` how many there are by name. So all of the
-header is the same text in every round. A text is known by all of its bytes and by nothing else: no two ends have to
-remember the same, also where one of them begins anew.
+A frame is a payload of `fedtorch.wire`. Its counters are numbers that change from frame to frame. They are the last
+tensor, int64, and the metadata list their names and lengths under `counters`. So the header is the same text in every
+round. The cache's key is this whole text: the two ends need not have the same cache, even after one restarts.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from fedtorch import tree, wire
 from fedtorch.tree import Tree
 from fedtorch.wire import PayloadError
 
-COUNTERS = "counters"  # of the metadata: pairs of a name and how many numbers it has, None for one that is no list
+COUNTERS = "counters"  # in the metadata: pairs of a name and its number of values, None for a scalar
 _FIELD = "__counters__"
 _COUNTED = frozenset({"keep", "kept", "round", "sequence"})
 _LEAST, _MOST = -(2**63), 2**63 - 1
 _MOST_COUNTERS = 2**16
-_LONGEST = 2**14  # bytes of a header that is kept
-_MOST_KEPT = 128  # headers
-_LENGTH = 8  # bytes that count the header
+_LONGEST = 2**14  # bytes of the longest header in the cache
+_MOST_CACHED = 128  # most headers in the cache
+_LENGTH = 8  # bytes that give the header's length
 
 
 class Header:
-    """What a frame's header says; of headers that are kept, one for each.
+    """A parsed header; frames with the same cached header share one object.
 
     Args:
         about: the metadata, without counters.
-        counted: how many numbers there are of each counter, in their order; None for one that is no list.
-        stop: where the header ends.
+        counted: number of values of each counter, in order; None for a scalar.
+        stop: position of the header's end.
         opened: the payload's header without counters.
     """
 
@@ -48,7 +47,7 @@ class Header:
         self.numbers = struct.Struct(f"<{_total(counted)}q")
 
 
-_WRITTEN: dict[Any, tuple[bytes, list[str]]] = {}  # headers by what they say, and the order of the tensors
+_WRITTEN: dict[Any, tuple[bytes, list[str]]] = {}  # (header, order of the tensors) by content
 _READ: dict[bytes, Header] = {}
 
 
@@ -61,11 +60,11 @@ def write(tensors: Tree, about: Mapping[str, Any]) -> bytes:
     >>> about, header.about
     ({'kind': 'answer', 'sequence': 7}, {'kind': 'answer'})
     """
-    flat, said, numbers = tree.flatten(tensors), dict[str, Any](), list[int]()
+    flat, constant, numbers = tree.flatten(tensors), dict[str, Any](), list[int]()
     counters: dict[str, int | None] = {}
     for name, value in about.items():
         if name not in _COUNTED:
-            said[name] = value
+            constant[name] = value
         elif type(value) is int and _LEAST <= value <= _MOST:
             counters[name] = None
             numbers.append(value)
@@ -73,26 +72,26 @@ def write(tensors: Tree, about: Mapping[str, Any]) -> bytes:
             counters[name] = len(value)
             numbers += value
         else:
-            said[name] = value
-    key = (repr(said), repr(counters), *((name, leaf.dtype, leaf.shape) for name, leaf in flat.items()))
+            constant[name] = value
+    key = (repr(constant), repr(counters), *((name, leaf.dtype, leaf.shape) for name, leaf in flat.items()))
     known = _WRITTEN.get(key)
     if known is None:
-        known = _written(flat, said, counters)
-        _keep(_WRITTEN, key, known, len(known[0]))
+        known = _written(flat, constant, counters)
+        _cache(_WRITTEN, key, known, len(known[0]))
     header, order = known
     leaves = [wire.to_bytes(flat[name]) for name in order]
     return b"".join([header, *leaves, struct.pack(f"<{len(numbers)}q", *numbers)])
 
 
 def _written(
-    flat: Mapping[str, Tensor], said: dict[str, Any], counters: dict[str, int | None]
+    flat: Mapping[str, Tensor], constant: dict[str, Any], counters: dict[str, int | None]
 ) -> tuple[bytes, list[str]]:
     """Return (a header, the order of the tensors that follow it)."""
     if not counters:
-        return wire.write_header(flat, said)
+        return wire.write_header(flat, constant)
     if _FIELD in flat:
-        raise ValueError(f"Expected tensors of other names than {_FIELD!r}, which frames keep for themselves")
-    header, order = wire.write_header(flat, {**said, COUNTERS: list(counters.items())})
+        raise ValueError(f"Expected tensors of other names than {_FIELD!r}, which frames reserve")
+    header, order = wire.write_header(flat, {**constant, COUNTERS: list(counters.items())})
     start = sum(leaf.numel() * leaf.element_size() for leaf in flat.values())
     text = header[_LENGTH:].rstrip(b" ")[:-1] + _entry(start, _total(counters)).encode()
     text += b" " * (-len(text) % 8)
@@ -100,7 +99,7 @@ def _written(
 
 
 def _entry(start: int, count: int) -> str:
-    """Return the end of a header whose tensors have so many bytes, and so many counters behind them."""
+    """Return the end of a header: the entry of `count` counters after `start` bytes of tensors."""
     return f',"{_FIELD}":{{"dtype":"I64","shape":[{count}],"data_offsets":[{start},{start + 8 * count}]}}}}'
 
 
@@ -109,10 +108,10 @@ def _total(counted: Mapping[str, int | None]) -> int:
 
 
 def read(payload: bytes, sender: str) -> tuple[Header, dict[str, Any], wire.Opened | None]:
-    """Return (the header of a frame, its metadata with counters, the payload opened).
+    """Return (a frame's header, its metadata with counters, the opened payload).
 
     Raises:
-        PayloadError: it is none.
+        PayloadError: the payload is not a frame.
     """
     stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
     start = payload[:stop] if stop <= _LONGEST else b""
@@ -120,7 +119,7 @@ def read(payload: bytes, sender: str) -> tuple[Header, dict[str, Any], wire.Open
     if header is None:
         header = _parsed(payload, stop, sender)
         if start:
-            _keep(_READ, start, header, stop)
+            _cache(_READ, start, header, stop)
     end = len(payload) - header.numbers.size
     if end < header.stop:
         raise PayloadError(f"payload of client {sender!r}: expected its counters, but got {len(payload)} bytes in all")
@@ -135,7 +134,7 @@ def read(payload: bytes, sender: str) -> tuple[Header, dict[str, Any], wire.Open
 
 
 def _parsed(payload: bytes, stop: int, sender: str) -> Header:
-    """Return what the header of a frame says; of the tensors that `Frame.tree` compares with others, as it is."""
+    """Return a parsed header; its tensors are checked later, in `Frame.tree`."""
     about, opened = wire.open_payload(payload, client=sender)
     counted = _counted(about, sender)
     if opened is None or not counted:
@@ -151,13 +150,15 @@ def _parsed(payload: bytes, stop: int, sender: str) -> Header:
 
 
 def _counted(about: dict[str, Any], sender: str) -> dict[str, int | None]:
-    """Take what the metadata say of the counters out of them."""
-    said, counted = about.pop(COUNTERS, []), dict[str, int | None]()
-    for each in said if isinstance(said, list) else [said]:
+    """Remove the counters' names and lengths from the metadata, and return them."""
+    entries, counted = about.pop(COUNTERS, []), dict[str, int | None]()
+    for each in entries if isinstance(entries, list) else [entries]:
         name, count = each if isinstance(each, list) and len(each) == 2 else (None, None)
         many = count is None or (type(count) is int and 0 <= count <= _MOST_COUNTERS)
         if not isinstance(name, str) or name not in _COUNTED or name in counted or name in about or not many:
-            raise PayloadError(f"payload of client {sender!r}: expected counters by name, but got {str(said)[:100]!r}")
+            raise PayloadError(
+                f"payload of client {sender!r}: expected counters by name, but got {str(entries)[:100]!r}"
+            )
         counted[name] = count
     return counted
 
@@ -170,9 +171,9 @@ def _are_numbers(value: object) -> bool:
     )
 
 
-def _keep(kept: dict[Any, Any], key: Any, value: Any, size: int) -> None:
-    """Keep a header, among few and none that is long."""
+def _cache(cache: dict[Any, Any], key: Any, value: Any, size: int) -> None:
+    """Store a header in a cache of limited size, unless it is too long."""
     if size <= _LONGEST:
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        kept[key] = value
+        if len(cache) >= _MOST_CACHED:
+            cache.clear()
+        cache[key] = value

@@ -1,8 +1,8 @@
-"""Sums under masks between sites: what the server carries, and what a site answers, phase by phase.
+"""Masked sums between sites: the server's requests and a site's answers, phase by phase.
 
-Every site masks the sum of its clients' messages, see `sites.masked`. In the name of the sum is a digest of what
-clients were sent, so that a server which sends sites different models gets no sum of them. Which sums a site takes part
-in is decided by `past_sums`, when it hears who is asked and again before it confirms who has stayed.
+Every site masks the sum of its clients' messages, see `sites.masked`. The sum's name contains a digest of what clients
+were sent, so that a server which sends different models to sites gets no sum. `past_sums` decides whether a site takes
+part: first for the sites that are asked, and again before the site confirms those that remain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedtorch.sites.rounds.past_sums import digest_of_start
 from fedtorch.sites.rounds.plan import Lost
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.secure.halves import client_half, server_half
-from fedtorch.sites.secure.masked import Found, Masked, Parties
+from fedtorch.sites.secure.masked import Masked, Parties, Summand
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
 from fedtorch.sites.secure.server import Server
 from fedtorch.tree import Tree
@@ -45,12 +45,12 @@ class Guard(Protocol):
 
 
 def start_of_sum(algorithm: Algorithm, inbox: Tree) -> bytes:
-    """Return a digest of what one client is sent, and of the algorithm but for its masks."""
+    """Return a digest of one client's inbox and of the algorithm without its masks."""
     return digest_of_start(inbox, fingerprint(algorithm))
 
 
 def start_for_all(algorithm: Algorithm, carry: Carry, outbox: Tree) -> bytes:
-    """Return `start_of_sum` of what all clients are sent; nothing where messages are not under masks."""
+    """Return `start_of_sum` of the inbox that all clients get; empty if messages are not masked."""
     if carry.masks is None:
         return b""
     return start_of_sum(algorithm, tree.map(lambda leaf: leaf[0], algorithm.exchange.scatter(outbox, slice(0, 1))))
@@ -64,19 +64,19 @@ def name_of_sum(start: bytes, turn: Turn) -> bytes:
 class Asked(NamedTuple):
     """A sum that the server asks for."""
 
-    number: int  # of the request
-    least: int  # sites that the server wants in it; with fewer no site is asked to confirm it
-    start: bytes = b""  # of a round's
-    about: bytes = b""  # its name
-    missing: Mapping[str, str] = MappingProxyType({})  # why sites are not asked, or have not answered
+    number: int  # number of the request
+    least: int  # least number of sites in it; with fewer no site is asked to confirm it
+    start: bytes = b""  # digest of a round's start
+    about: bytes = b""  # name of the sum
+    missing: Mapping[str, str] = MappingProxyType({})  # reasons why sites are not asked or have not answered
 
 
 class SumLost(RuntimeError):
-    """There is no sum.
+    """Raised if a masked sum fails.
 
     Attributes:
-        failed: how sites have broken the protocol, or that they sent nothing once others had confirmed the sum.
-        bound: the sites that had confirmed it, or could have: they take part in sums over its start only together.
+        failed: faults by site: a violation of the protocol, or no message after others had confirmed the sum.
+        bound: sites that have confirmed it, or may have: they take part in sums over its start only all together.
     """
 
     def __init__(self, why: str, failed: Mapping[str, str], bound: frozenset[str]) -> None:
@@ -85,15 +85,15 @@ class SumLost(RuntimeError):
 
 
 class Sums:
-    """Add up what sites have under masks, as the server, and leave out of later sums who has ended one.
+    """The server's part of masked sums; sites that made one fail are left out of later sums.
 
     Args:
-        masks: of the population.
-        keyring: of the run.
-        clients: the numbers of each site's clients, by name, in their order.
-        wait: makes the step that waits for sites.
-        next_sequence: a number for requests.
-        lost: what has become of sums, to which this one adds.
+        masks: the population's masks.
+        keyring: the run's keys.
+        clients: numbers of each site's clients, by site, in order.
+        wait: returns the step that waits for sites.
+        next_sequence: returns a new number for a request.
+        lost: record of failed sums, which is updated.
     """
 
     def __init__(
@@ -109,26 +109,26 @@ class Sums:
         self._wait, self._next, self._lost = wait, next_sequence, lost
 
     def left_out(self, sites: Iterable[str], start: bytes) -> dict[str, str]:
-        """Return why some sites are not to be asked for a sum over a start."""
+        """Return the sites that are not asked for a sum over a start, with reasons."""
         bound = self._lost.bound.get(start)
         if bound is None:
             return {site: self._lost.failed[site] for site in sites if site in self._lost.failed}
-        why = "others have confirmed a sum over the same start without it, which was lost"
+        why = "others have confirmed a sum over the same start without it, and that sum failed"
         return {site: why for site in sites if site not in bound}
 
     def add_up(self, sites: Sequence[str], first: Mapping[str, bytes], run: str, message: Tree, wanted: Asked) -> Half:
-        """Return (the aggregate of what sites have under masks, the sites in it).
+        """Return (the aggregate of the sites' masked messages, the sites in it).
 
         Args:
-            sites: of the directory that was sent.
-            first: what they have said in the first phase.
-            run: the run.
-            message: what clients send, `(0, ...)`.
-            wanted: of the sum.
+            sites: sites of the directory that was sent.
+            first: their messages of the first phase.
+            run: identity of the run.
+            message: structure of clients' messages, `(0, ...)`.
+            wanted: the sum.
 
         Raises:
-            SumLost: there is no sum; who has ended it is left out of those over other starts.
-            RuntimeError: the sum is of numbers that the grid does not have.
+            SumLost: the sum failed; sites at fault are left out of sums over other starts.
+            RuntimeError: the sum has numbers beyond the grid.
         """
         numbers = {site: self._clients[site].start + 1 for site in sites}
         names, signing = {number: site for site, number in numbers.items()}, self._keyring.signing(sites)
@@ -152,7 +152,7 @@ class Sums:
         return self._masks.aggregate(total, message, clients), survivors
 
     def ask(self, run: str, number: int, phase: int, sent: Mapping[str, Tensor]) -> Half:
-        """Ask sites for their messages of a later phase of a sum."""
+        """Request sites' messages of a later phase of a sum."""
         sequence = self._next()
         encode = partial(frames.encode_blobs, "phase", run=run, sequence=sequence, sum=number, phase=phase)
         for site, payload in sent.items():
@@ -160,21 +160,21 @@ class Sums:
         return (yield self._wait(sent, lambda site, frame: frame.blob("said")))
 
     def _leave_out(self, sites: Mapping[str, str]) -> None:
-        """Leave sites out of later sums, but for one that others have confirmed with them."""
+        """Leave sites out of later sums, except one that others have confirmed together with them."""
         for site, why in sites.items():
-            self._lost.failed[site] = f"it is left out of sums under masks, in one of which {why}"
-            _LOG.warning("site %r is left out of sums under masks: in one %s", site, why)
+            self._lost.failed[site] = f"it is left out of sums under masks, because in one {why}"
+            _LOG.warning("site %r is left out of sums under masks, because in one %s", site, why)
 
 
 class _Phases:
-    """Take the steps of the server's half of a sum, whose first messages have come as answers to a round.
+    """Carries out the steps of the server's half of a sum, whose first messages are the answers to a round.
 
     Args:
-        sums: of the server.
-        numbers: of the parties, by site.
-        first: what sites have said in the first phase.
-        run: the run.
-        number: of the sum.
+        sums: the server's sums.
+        numbers: numbers of the parties, by site.
+        first: sites' messages of the first phase.
+        run: identity of the run.
+        number: number of the sum.
     """
 
     def __init__(
@@ -192,12 +192,12 @@ class _Phases:
         answers = Heard(dict(self._first), {})
         if phase != ADVERT:
             answers = yield from self._sums.ask(self._run, self._sum, phase, sent)
-        said = {self._numbers[site]: packed(answer) for site, answer in answers.messages.items()}
-        return Heard(said, {self._numbers[site]: why for site, why in answers.missing.items()})
+        messages = {self._numbers[site]: packed(answer) for site, answer in answers.messages.items()}
+        return Heard(messages, {self._numbers[site]: why for site, why in answers.missing.items()})
 
 
 def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing: Mapping[str, str]) -> SumLost:
-    """Say why there is no sum, whose fault it is, and who can still add up."""
+    """Return the error of a failed sum, with the sites at fault and those that can still take part."""
     bound, withheld = (frozenset(names[number] for number in some) for some in server.withheld())
     failed = {
         **dict.fromkeys(withheld, "it sent nothing"),
@@ -207,32 +207,32 @@ def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing
     sentences = [str(error), *(f"{site!r}: {why}" for site, why in reasons.items())]
     if bound:
         sentences.append(
-            f"the round is lost, for {sorted(failed)} failed it after others had confirmed the sum of "
-            f"{sorted(bound)}: as a server may have come to it, these add up over the same start all together or "
-            "not at all; do the round again by run.step() when all of them answer, or begin a run from other "
-            "parameters, which leaves those out that failed"
+            f"the round is lost, because {sorted(failed)} failed after others had confirmed the sum of "
+            f"{sorted(bound)}; a server may have computed that sum, so these sites add up over the same start only "
+            "all together; repeat the round by run.step() when all of them answer, or begin a run from other "
+            "parameters, which leaves the failed sites out"
         )
     else:
-        sentences.append("nothing of the round was kept: do it again by run.step()")
+        sentences.append("the round was discarded: repeat it by run.step()")
     return SumLost("; ".join(sentences), failed, bound)
 
 
 def site_half(
-    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, found: Found, guard: Guard
+    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, summand: Summand, guard: Guard
 ) -> Half:
-    """Return a site's half of one sum.
+    """Return a site's half of one masked sum.
 
     Args:
-        masks: of the site's policy.
-        keys: of the site.
+        masks: masks of the site's policy.
+        keys: the site's keys.
         data: the signed key directory.
-        number: of the request that it answers.
-        about: a digest of what its clients were sent.
-        found: what they have said.
-        guard: decides with whom the site takes part, and remembers what it has confirmed.
+        number: number of the request that it answers.
+        about: digest of what its clients were sent.
+        summand: the clients' messages.
+        guard: decides with which sites this one takes part, and records confirmed sums.
 
     Raises:
-        Refusal: the directory is not to be believed, or the site takes part in no sum of its sites.
+        Refusal: the directory is invalid, or the guard refuses a sum of its sites.
     """
     speakers, place = keys.read(data)
     if len(speakers) < masks.sites:
@@ -244,23 +244,23 @@ def site_half(
     names = {each.first + 1: each.name for each in speakers}
     guard(frozenset(names.values()), confirmed=False)
     parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
-    client = masks.party(parties, speakers[place].first + 1, keys.signing, found)
+    client = masks.party(parties, speakers[place].first + 1, keys.signing, summand)
 
     def answer(phase: int, payload: bytes) -> bytes:
-        said = client.answer(phase, payload)
-        if phase == CONFIRM:  # whose sum it is is remembered before the site says so
+        message = client.answer(phase, payload)
+        if phase == CONFIRM:  # the sum's sites are recorded before the confirmation is sent
             guard(frozenset(names[party] for party in client.survivors), confirmed=True)
-        return said
+        return message
 
     return client_half(answer)
 
 
 class Part:
-    """Drives a site's half of one sum, whose messages answer requests; one that is repeated gets the same bytes.
+    """Drives a site's half of one sum; a repeated request gets the same bytes.
 
     Args:
-        half: of the site.
-        number: of the request that it answers first.
+        half: the site's half.
+        number: number of the first request.
 
     Attributes:
         begun: the answer to that request.
@@ -270,59 +270,59 @@ class Part:
 
     def __init__(self, half: Half, number: int) -> None:
         self._half, self.number = half, number
-        self._said: list[bytes] = []
-        self._ended = ""  # why it goes no further
+        self._messages: list[bytes] = []  # by phase
+        self._ended = ""  # reason for ending; empty while the sum goes on
 
     def first(self) -> bytes:
-        """Return what it says in the first phase."""
+        """Return the site's message of the first phase."""
         return self._answer(PHASES[0], b"")
 
     def answer(self, frame: Frame) -> bytes:
         """Return the answer to a request of a later phase.
 
         Raises:
-            Refusal: it goes no further.
+            Refusal: the site has ended its part, or is not in this sum.
         """
         if frame.integer("sum") != self.number:
-            raise Refusal("the site is not in this sum under masks; it may have begun anew since")
+            raise Refusal("the site is not in this sum under masks; it may have restarted since")
         phase = frame.integer("phase", PHASES[0] + 1, PHASES[-1])
-        said = self._answer(phase, frame.blob("payload"))
-        return frames.encode_blobs("answer", {"said": said}, sequence=frame.integer("sequence", 1))
+        message = self._answer(phase, frame.blob("payload"))
+        return frames.encode_blobs("answer", {"said": message}, sequence=frame.integer("sequence", 1))
 
     def _answer(self, phase: int, payload: bytes) -> bytes:
-        if phase <= len(self._said):
-            return self._said[phase - 1]
+        if phase <= len(self._messages):
+            return self._messages[phase - 1]
         if self._ended:
             raise Refusal(self._ended)
-        self._ended = "the site could not go on with this sum under masks"  # unless it answers now
+        self._ended = "the site could not go on with this sum under masks"  # cleared below if it answers
         try:
-            if phase != len(self._said) + 1:
-                raise ValueError(f"Expected phase {len(self._said) + 1} next, but got phase {phase}")
-            step = self._half.send(packed(payload) if self._said else None)
+            if phase != len(self._messages) + 1:
+                raise ValueError(f"Expected phase {len(self._messages) + 1} next, but got phase {phase}")
+            step = self._half.send(packed(payload) if self._messages else None)
         except (RuntimeError, ValueError) as error:
             self._ended = f"the site ends its part of a sum under masks: {getattr(error, 'told', None) or error}"
             raise Refusal(self._ended) from error
         assert isinstance(step, Send)
-        self._said.append(unpacked(step.message))
-        next(self._half, None)  # to where it waits for the next request
+        self._messages.append(unpacked(step.message))
+        next(self._half, None)  # advance to the next Receive
         self._ended = ""
-        return self._said[-1]
+        return self._messages[-1]
 
 
 def parties_of(run: str, number: int, about: bytes, signing: Mapping[int, bytes]) -> Parties:
-    """Return who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
+    """Return the parties of a sum; a site's number, the same in every sum, is that of its first client plus one."""
     return Parties(bytes.fromhex(run) + about, number, {first + 1: key for first, key in signing.items()})
 
 
 def one_of(inbox: Tree, alike: str = "were sent the same") -> Tree:
-    """Return one client's inbox `(...)`, where all hear the same `(K, ...)`.
+    """Return one client's inbox `(...)` of inboxes `(K, ...)` that are all equal.
 
     Args:
-        inbox: of all clients, or what else they should have in common.
-        alike: what they do then, in words.
+        inbox: inboxes of all clients, or other values that must be equal.
+        alike: the condition in words, for the error.
 
     Raises:
-        Refusal: they do not.
+        Refusal: they differ.
     """
     for leaf in tree.leaves(inbox):
         if not torch.equal(leaf, leaf[:1].expand_as(leaf)):

@@ -1,4 +1,4 @@
-"""The server's halves of what it asks sites beside rounds: totals of what clients tell for good, and scores."""
+"""The server's requests besides rounds: totals of persistent contributions, and scores."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedtorch.tree import Tree
 
 
 def total(session: ServerSession) -> Half:
-    """Ask for what all clients tell for good; return the total, None unless all sites answer."""
+    """Request the total of all clients' persistent contributions; return None unless all sites answer."""
     exchange, members, initial = session.algorithm.exchange, session.members(), session.local.table.initial
     if session.plan.carry.network is not None:
-        return None  # nodes have it, a row each
+        return None  # each node has its own row, and the server none
     if (yield from session.prepare(members)):
         return None
     number, counts = session.plan.sites.next_sequence(), dict(zip(session.plan.sites.names, session.plan.counts))
@@ -27,7 +27,7 @@ def total(session: ServerSession) -> Half:
     def read(site: str, frame: Frame) -> Tree:
         if session.hidden:
             return frame.blob("said")
-        like = told_by(session.algorithm, initial, 0 if exchange.additive else counts[site])
+        like = initial_total(session.algorithm, initial, 0 if exchange.additive else counts[site])
         return frame.tree({"told": like})["told"]
 
     for site in members:
@@ -37,17 +37,17 @@ def total(session: ServerSession) -> Half:
         return None
     if session.hidden:
         try:
-            messages = told_messages(session.algorithm, initial, 0)
-            made, _ = yield from session.add_up(answers.messages, messages, Asked(number, len(members)))
-            return made.value
+            messages = initial_contributions(session.algorithm, initial, 0)
+            aggregate, _ = yield from session.add_up(answers.messages, messages, Asked(number, len(members)))
+            return aggregate.value
         except SumLost:
             return None
-    left = [told_by(session.algorithm, initial, counts[site]) for site in counts if site not in members]
-    return exchange.finish(exchange.merge([*answers.messages.values(), *left])).value
+    withdrawn = [initial_total(session.algorithm, initial, counts[site]) for site in counts if site not in members]
+    return exchange.finish(exchange.merge([*answers.messages.values(), *withdrawn])).value
 
 
 def scores(session: ServerSession, outbox: Tree, like: Tree) -> Half:
-    """Ask for the sums of metrics, by name as in `like` `(0, ...)`; return them of all clients, zeros where one left.
+    """Request sums of metrics, named as in `like` `(0, ...)`; return a row per client, zeros at withdrawn sites.
 
     Raises:
         RuntimeError: a site does not answer; the message says why.
@@ -58,24 +58,24 @@ def scores(session: ServerSession, outbox: Tree, like: Tree) -> Half:
     for site in members:
         inboxes = session.inboxes(outbox, session.of_site(site))
         yield session.request("evaluate", site, number, inboxes, metrics=list(like))
-    nothing = {
+    zeros = {
         site: tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like)
         for site, n in zip(session.plan.sites.names, session.plan.counts)
     }
-    read = lambda site, frame: frame.tree({"sums": nothing[site]}, finite=False)["sums"]
+    read = lambda site, frame: frame.tree({"sums": zeros[site]}, finite=False)["sums"]
     answers = yield session.wait(members, read)
     if answers.missing:
         raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(answers.missing)}")
-    return tree.concatenate([answers.messages.get(site, none) for site, none in nothing.items()])
+    return tree.concatenate([answers.messages.get(site, none) for site, none in zeros.items()])
 
 
-def told_by(algorithm: Algorithm, initial: Tree, clients: int) -> Tree:
-    """Return the partial aggregate of what so many clients tell in their initial state, of one client."""
-    return algorithm.exchange.gather(told_messages(algorithm, initial, clients), torch.arange(clients))
+def initial_total(algorithm: Algorithm, initial: Tree, clients: int) -> Tree:
+    """Return the partial aggregate of the contributions of `clients` clients in the initial state of one."""
+    return algorithm.exchange.gather(initial_contributions(algorithm, initial, clients), torch.arange(clients))
 
 
-def told_messages(algorithm: Algorithm, initial: Tree, clients: int) -> Sum:
-    """Return what so many clients tell in their initial state, of one client."""
+def initial_contributions(algorithm: Algorithm, initial: Tree, clients: int) -> Sum:
+    """Return the contributions of `clients` clients in the initial state of one."""
     assert algorithm.told is not None
-    told = algorithm.told.of(tree.expand(initial, 1))
-    return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))
+    contribution = algorithm.told.of(tree.expand(initial, 1))
+    return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), contribution))

@@ -1,6 +1,6 @@
-"""Configure a site: its clients' rows, the algorithms that it is willing to run, by name, and its policy.
+"""The configuration of a site: its clients' rows, the algorithms that it offers, by name, and its policy.
 
-A configuration is usually a file of the site's own, `my_data.py`:
+A configuration is usually a file at the site, `my_data.py`:
 
     import torch, fedtorch as ft
     from fedtorch.sites import Policy
@@ -13,12 +13,12 @@ A configuration is usually a file of the site's own, `my_data.py`:
     algorithms = {"fedavg": fedavg}
     policy = Policy(rounds=1000)
 
-Settings are the server's: let a function take few, and check those that cost time or memory.
+The server chooses the settings: let a function take few, and check those that cost time or memory.
 
-A server names an algorithm and gives settings as JSON; the site calls what it has under that name. Nothing else of what
-comes over the wire decides what is run.
+A server names an algorithm and gives settings as JSON; the site calls its function of that name. Nothing else from the
+server decides what is run.
 
-Where a server asks with a formula, the file has a frame in place of rows, and the algorithms are functions of a design:
+For formulas of the server the file has a frame in place of rows, and the algorithms are functions of a design:
 
     frame, client = "patients.csv", "ward"  # or a frame, or a function that returns one; the column of clients
 
@@ -45,33 +45,33 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.sites.formulas.tables import read_frame, without_rows
 from fedtorch.sites.rounds.policy import AFTER_FIT, COMPOSED, Policy
 
-_LISTED = 5  # clients by name
-_DONE = {"refuse": "refused", "drop": "rows left out", "impute": "imputed"}  # with missing cells
+_LISTED = 5  # most clients that are listed by name
+_DONE = {"refuse": "refused", "drop": "rows left out", "impute": "imputed"}  # treatment of missing cells
 
 
 @dataclass(frozen=True)
 class SiteConfiguration:
-    """Configures a site.
+    """The configuration of a site.
 
     Attributes:
         data: its clients' rows.
-        algorithms: by name, functions of settings by name that return an algorithm with a `start`, which says how
-            parameters look; what has none is given one with `dataclasses.replace(algorithm, start=...)`. Each call
-            makes a new algorithm with a solver of its own: sites of one process compute at the same time, and one that
-            would compute with another's solver refuses the run.
-        policy: what it insists on.
-        validation: rows of the same clients that `metrics` are computed on.
-        metrics: by name, as `Run.evaluate` takes them.
-        chunk: at most so many clients at once.
-        frame: of which rows are made by a design, see `of_frame`; `data` then has no columns before sites have agreed.
+        algorithms: by name, functions of settings that return an algorithm with a `start`, the structure of its
+            parameters; if it has none, use `dataclasses.replace(algorithm, start=...)`. Each call makes a new algorithm
+            with a new solver: sites of one process compute at the same time, and a site that would share another's
+            solver refuses the run.
+        policy: limits on its answers.
+        validation: rows of the same clients for `metrics`.
+        metrics: metrics by name, as for `Run.evaluate`.
+        chunk: most clients to compute at once.
+        frame: a table whose rows are made by a design, see `of_frame`; `data` has no columns before sites agree on one.
         client: the frame's column of clients.
-        missing: whether missing cells of the columns that a formula reads are refused ("refuse"), their rows left out
-            of all that the site says and computes ("drop"), or kept for the site to complete ("impute"): its algorithms
-            are then `ft.normal_em(M, columns=design)`, and others with `| ft.inference.completed(...)`. Where one site
-            imputes all of a run have rows with a mask; those without missing cells may say "refuse", none "drop".
+        missing: treatment of missing cells in columns that a formula reads: "refuse" them, "drop" their rows from all
+            reports and computations, or "impute" them at the site. Algorithms that impute are
+            `ft.normal_em(M, columns=design)`, and others with `| ft.inference.completed(...)`. If one site of a run
+            imputes, rows of all sites have a mask; sites without missing cells may say "refuse", none "drop".
 
     Raises:
-        TypeError: something is of another kind.
+        TypeError: an attribute has a wrong type.
         ValueError: no algorithms; a policy out of range, or whose carry= does not name each algorithm; validation rows
             of other clients.
     """
@@ -90,20 +90,20 @@ class SiteConfiguration:
     def of_frame(
         cls, frame: Any, client: str, algorithms: Mapping[str, Callable[..., Algorithm]], **more: Any
     ) -> SiteConfiguration:
-        """Configure a site that has a frame, of which it makes rows by a design that sites agree on.
+        """Configure a site with a frame, whose rows are made by a design on which sites agree.
 
         Args:
-            frame: of pandas, or one that offers `__dataframe__`; the path of a CSV or parquet file; or a function that
+            frame: a pandas frame, or one with `__dataframe__`; the path of a CSV or parquet file; or a function that
                 returns a frame.
             client: the column of clients.
-            algorithms: by name, functions of a design, and of settings by name.
+            algorithms: by name, functions of a design and of settings by name.
             more: other attributes.
         """
         table = read_frame(frame)
         return cls(without_rows(table, client), algorithms, frame=table, client=client, **more)
 
     def described(self) -> str:
-        """Return in words, for the site's own people, what it brings and what its policy lets a server have."""
+        """Return a text for people at the site: its clients, columns and algorithms, and what a server may get."""
         policy, counts, names = self.policy, self.data.counts.tolist(), self.data.names
         counted = policy.counted if policy.person is None else f"persons ({policy.person!r})"
         each = ", ".join(f"{name} {count}" for name, count in zip(names[:_LISTED], counts))
@@ -114,7 +114,7 @@ class SiteConfiguration:
             f"Behind each number that leaves: at least {policy.minimum} {counted}",
         ]
         if policy.minimum == 1:
-            lines.append("    so that a number may be of one row, as of a site that is one person")
+            lines.append("    so a number may come from a single row, as for a site that is one person")
         few = min(self.rows_of_clients()) < policy.minimum
         carry = {"": policy.carry} if not isinstance(policy.carry, Mapping) else policy.carry
         ways = ", ".join(f"{name}: {way}" if name else str(way) for name, way in carry.items())
@@ -132,7 +132,7 @@ class SiteConfiguration:
         return "\n".join(lines)
 
     def _columns(self) -> list[str]:
-        """Return a line on each column of a frame that formulas may read, and one on those that they may not."""
+        """Return a line for each column that formulas may read, and one line for all others."""
         if self.frame is None:
             return []
         hidden = [name for name in (self.client, self.policy.person) if name]
@@ -143,23 +143,23 @@ class SiteConfiguration:
             lacking = int(self.frame[name].isna().sum())
             cells = f"{lacking} of {len(self.frame)} cells missing, {_DONE[self.missing]}" if lacking else "complete"
             lines.append(f"    {name}: {self.frame[name].dtype}, {cells}")
-        kept = [*hidden, *(name for name in columns if name not in read)]
-        return [*lines, f"Columns that no formula reads: {', '.join(map(str, kept)) or 'none'}"]
+        unread = [*hidden, *(name for name in columns if name not in read)]
+        return [*lines, f"Columns that no formula reads: {', '.join(map(str, unread)) or 'none'}"]
 
     def rows_of_clients(self) -> list[int]:
-        """Return how many rows, or persons, each client has."""
+        """Return each client's number of rows, or of persons if the policy counts these."""
         persons = self.persons()
         return self.data.counts.tolist() if persons is None else [len(each) for each in persons.values()]
 
     def persons(self) -> dict[str, frozenset[Any]] | None:
-        """Return whose rows each client has, by its name; None where the policy counts rows."""
+        """Return the persons of each client, by its name; None if the policy counts rows."""
         if self.policy.person is None:
             return None
         by_client = self.frame.groupby(self.client, sort=False)[self.policy.person]
         return {level_name(client): frozenset(values) for client, values in by_client.unique().items()}
 
     def rows_of_a_person(self) -> int:
-        """Return how many rows one person has at most; 1 where the policy counts rows."""
+        """Return the most rows of one person; 1 if the policy counts rows."""
         return 1 if self.policy.person is None else int(self.frame[self.policy.person].value_counts().max())
 
     def __post_init__(self) -> None:
@@ -180,8 +180,8 @@ class SiteConfiguration:
                 )
             if self.validation is not None:
                 raise ValueError(
-                    "Expected no validation rows beside a policy with person=, for nobody knows whose rows they are; "
-                    "evaluate where rows are, by the model that `join` returns"
+                    "Expected no validation rows beside a policy with person=, because their persons are not known; "
+                    "evaluate at the site, with the model that `join` returns"
                 )
             Cells(self.frame).complete(self.policy.person)
         if self.missing not in _DONE:
@@ -196,12 +196,12 @@ class SiteConfiguration:
 
 
 def read_configuration(path: Path | str) -> SiteConfiguration:
-    """Return the configuration in a file of the site's own: its `data`, `algorithms`, and what else it defines.
+    """Return the configuration that a Python file defines: `data`, `algorithms`, and optional attributes.
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: a policy with smallest_cohort=, which minimum= takes the place of.
-        ValueError: it lacks data or algorithms; a frame without client, the column of clients.
+        TypeError: a policy with smallest_cohort=, which minimum= replaces.
+        ValueError: data or algorithms are missing; a frame without client, the column of clients.
     """
     path = Path(path)
     if not path.is_file():
@@ -213,7 +213,7 @@ def read_configuration(path: Path | str) -> SiteConfiguration:
             raise
         raise TypeError(
             "Expected Policy(minimum=…), rows behind every number that leaves the site, or persons with person=…, but "
-            "got smallest_cohort=, whose place that takes; leave it out"
+            "got smallest_cohort=, which minimum= replaces; leave it out"
         ) from error
     if "frame" in defined and "data" not in defined:
         names = [name for name in SiteConfiguration.__dataclass_fields__ if name in defined]

@@ -1,7 +1,7 @@
-"""What a site says beside its clients' messages of a round, field by field: meetings, totals, scores, questions.
+"""The fields that a site sends besides its clients' messages: announcements, totals, scores and post-fit queries.
 
-Names are those of the frames: a message and what stands in it, where `*` is any name. What is under `sequence`,
-`sizes`, `nodes`, `protocol` or `again` counts or numbers frames, and says nothing of rows.
+Names are those of the frames: a message and its fields, where `*` is any name. The fields `sequence`, `sizes`, `nodes`,
+`protocol` and `again` count or number frames, and disclose nothing about rows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from fedtorch.federation.disclosure import CLIENT, SERVER, SITE
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.learns import EXACT, Field, Learns
 
-NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # of frames, which say nothing of rows
-_NAMES = Learns("who is there, by name where every client has at least `minimum` rows", helps="Policy(minimum=…)")
-_COUNTS = Learns("how many rows each client has; of clients with few, their mean", helps="Policy(minimum=…)")
+NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # fields that disclose nothing about rows
+_NAMES = Learns("which clients there are, by name if each has at least `minimum` rows", helps="Policy(minimum=…)")
+_COUNTS = Learns("how many rows each client has; for clients with few, their mean", helps="Policy(minimum=…)")
 _SCHEMA = Learns("names, dtypes and shapes of the columns")
-_WHO = Learns(
-    "which clients answered, or had numbers that are none, and in which field; not which where clients have few rows"
-)
-_WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
+_WHO = Learns("which clients answered, or had NaN or Inf, and in which field; not which clients, if some have few rows")
+_WORDS = Learns("nothing: words that look random, or are sealed, and keys")
 _SCORES = Learns(
     "sums of metrics over at least `minimum` validation rows, by models that the server chooses: it can read single "
     "rows",
@@ -29,7 +27,7 @@ _SCORES = Learns(
 )
 _CHOSEN = ", at parameters that the server chooses: it can read single rows"
 _TRUSTED = "Policy(after_fit=()), or a server trusted not to compose questions"
-_TOLD = {
+_ANSWERS = {
     "effects": Learns("clients' posteriors, each of at least `minimum` rows" + _CHOSEN, helps=_TRUSTED),
     "densities": Learns("sums of log densities over at least `minimum` rows" + _CHOSEN, helps=_TRUSTED),
     "margins": Learns("sums over at least `minimum` rows of changes of the mean response" + _CHOSEN, helps=_TRUSTED),
@@ -54,43 +52,43 @@ _DESIGN, _REASON = Learns("by which design its rows are made, as a digest"), _AG
 def conversation(
     algorithm: Algorithm, carry: Carry, sites: Sequence[str], answered: Sequence[Field]
 ) -> Iterator[Field]:
-    """Yield what a site may say of a run beside the answers to its rounds.
+    """Yield the fields that a site may send in a run, besides its answers to rounds.
 
     Args:
-        algorithm: as the run has it.
-        carry: how messages are carried.
-        sites: their names, to which envelopes go.
-        answered: what it says in rounds.
+        algorithm: the run's algorithm.
+        carry: transport of messages.
+        sites: names of the sites to which envelopes are sent.
+        answered: fields of its answers to rounds.
     """
     from fedtorch.inference.questions import answered as answered_after
 
-    def said(message: str, field: str, learns: Learns, of: str = SITE) -> Field:
-        return Field(message, field, (), of, EXACT, SERVER, learns)
+    def sent(message: str, field: str, learns: Learns, owner: str = SITE) -> Field:
+        return Field(message, field, (), owner, EXACT, SERVER, learns)
 
-    yield said("hello", "clients", _NAMES, CLIENT)
-    yield said("hello", "rows", _COUNTS, CLIENT)
-    yield said("hello", "schema", _SCHEMA)
-    yield said("hello", "design", _DESIGN)
-    yield said("hello", "missing", _MISSING)
-    yield said("refusal", "reason", _REASON)
+    yield sent("hello", "clients", _NAMES, CLIENT)
+    yield sent("hello", "rows", _COUNTS, CLIENT)
+    yield sent("hello", "schema", _SCHEMA)
+    yield sent("hello", "design", _DESIGN)
+    yield sent("hello", "missing", _MISSING)
+    yield sent("refusal", "reason", _REASON)
     for name in ("clients", "ids", "refused.*", "info"):
-        yield said("round", name, _WHO, CLIENT)
+        yield sent("round", name, _WHO, CLIENT)
     yield from (each._replace(message="total") for each in answered if each.field.startswith("told."))
     if algorithm.told is not None and not algorithm.exchange.additive:
-        yield said("total", "told.ids", _WHO, CLIENT)
+        yield sent("total", "told.ids", _WHO, CLIENT)
     if carry.masks is not None:
-        yield from (said(message, "said", _WORDS) for message in ("round", "total", "phase"))
+        yield from (sent(message, "said", _WORDS) for message in ("round", "total", "phase"))
     if carry.network is not None:
-        yield from (said(message, to, _WORDS) for message in ("round", "envelopes") for to in sites)
+        yield from (sent(message, to, _WORDS) for message in ("round", "envelopes") for to in sites)
     hidden = carry.masks is not None or carry.network is not None
     if hidden:
-        yield said("keys", "keys", _WORDS)
+        yield sent("keys", "keys", _WORDS)
     if algorithm.predict is not None:
-        yield said("evaluate", "sums.*", _SCORES, CLIENT)
+        yield sent("evaluate", "sums.*", _SCORES, CLIENT)
     if algorithm.posterior is not None and not hidden:
         for name, kind in sorted(answered_after(algorithm.posterior).items()):
-            of = CLIENT if kind.by_client else f"{SITE}'s sum"
-            yield said(f"ask {name}", "told*", _TOLD[kind.tells], of)
+            owner = CLIENT if kind.by_client else f"{SITE}'s sum"
+            yield sent(f"ask {name}", "told*", _ANSWERS[kind.tells], owner)
     yield from agreement()
 
 

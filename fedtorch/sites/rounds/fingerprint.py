@@ -1,4 +1,4 @@
-"""Compare the algorithms of a server and its sites, before they run the same."""
+"""Comparison of the server's algorithm with each site's, before a run begins."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedtorch.sites.rounds.policy import Refusal
 
 
 def fingerprint(algorithm: Algorithm, carry: Carry = plain()) -> dict[str, str]:  # noqa: B008
-    """Return what a server and its sites compare of an algorithm and of how its messages are carried."""
+    """Return descriptions of an algorithm's settings and transport, by name, which server and sites compare."""
     return {name: checkpoint.describe(value) for name, value in {**algorithm.settings, **agreed(carry)}.items()}
 
 
 def built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:
-    """Return the algorithm that is asked for and how it is carried, if the site would run what the server does.
+    """Return (the requested algorithm, its transport) as the site builds them, if they are the server's.
 
     Raises:
-        Refusal: the site does not offer that, or would run something else under that name.
-        PayloadError: the frame is not as it should be.
+        Refusal: the site does not offer the algorithm, or would run something else under that name.
+        PayloadError: the frame is malformed.
     """
     name, settings = begin.text("algorithm"), begin.names("settings")
     if name not in configuration.algorithms:
@@ -47,7 +47,7 @@ def built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Ca
 
 
 def _by_design(configuration: SiteConfiguration) -> dict[str, Any]:
-    """Return the argument of algorithms where the site has a frame: the design that sites have agreed on."""
+    """Return the arguments of algorithms from a site's frame: the design on which sites have agreed."""
     if configuration.frame is None:
         return {}
     if configuration.data.design is None:

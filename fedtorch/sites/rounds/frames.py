@@ -1,10 +1,9 @@
-"""Encode what server and sites say to each other: payloads of `fedtorch.wire`, whose metadata say what they are.
+"""Frames between server and sites: payloads of `fedtorch.wire`, whose metadata give their kind.
 
-A site says `hello` once connected, and when the server asks `who` it is; one that is not in the run hears that it may
-`wait` for another. The server's `begin` names what to run;
-`round`, `total`, `evaluate` and, after a fit, `ask` are for an answer, which has the number of what it answers; `over`
-ends the site's part.
-Whatever a site cannot or does not want to do it answers with a `refusal`, whose reason is for people.
+A site sends `hello` once connected, and when the server asks `who` it is. A site outside the run gets `wait`. The
+server's `begin` names the algorithm. Its requests `round`, `total`, `evaluate` and, after a fit, `ask` get an `answer`
+with the request's number. `over` ends the site's part. A site answers with a `refusal`, and a reason for people, what
+it cannot or does not want to do.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from fedtorch.wire import PayloadError
 
 _INBOX = "inbox"
 _PREFIX = f"{_INBOX}."
-EVERYBODY = "everybody"  # of the metadata, in the place of the ids of clients that are all of a site's
-PROTOCOL = 6  # what is said may not be understood by another
+EVERYBODY = "everybody"  # in the metadata: replaces the ids, if these are all clients of the site
+PROTOCOL = 6  # version; another version may not understand these frames
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -49,14 +48,14 @@ _DEEPEST, _MOST_FIELDS, _LARGEST_ROW = 8, 1000, 2**31
 
 
 class Frame(NamedTuple):
-    """A payload, and what its metadata say."""
+    """A payload with its metadata."""
 
     kind: str
     about: Mapping[str, Any]
     payload: bytes
     sender: str
-    header: header.Header  # the same object in frames of one header, as long as that is kept
-    opened: wire.Opened | None  # the payload with its header read
+    header: header.Header  # one object for all frames with this header, while it is cached
+    opened: wire.Opened | None  # the payload with its header parsed
 
     def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
         """Return a whole number of the metadata.
@@ -70,14 +69,14 @@ class Frame(NamedTuple):
         return value
 
     def text(self, name: str) -> str:
-        """Return a text of the metadata; raises `PayloadError` if it is none."""
+        """Return a text of the metadata; raises `PayloadError` for anything else."""
         value = self.about.get(name)
         if not isinstance(value, str):
             raise self.refused(f"{name} as a text", value)
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Return distinct texts of the metadata; raise `PayloadError` if they are none."""
+        """Return distinct texts of the metadata; raises `PayloadError` for anything else."""
         value = self.about.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refused(f"{name} as texts", value)
@@ -86,44 +85,44 @@ class Frame(NamedTuple):
         return value
 
     def integers(self, name: str) -> list[int]:
-        """Return whole numbers of the metadata that are not negative; raises `PayloadError` if they are none."""
+        """Return non-negative integers of the metadata; raises `PayloadError` for anything else."""
         value = self.about.get(name)
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
             raise self.refused(f"{name} as whole numbers", value)
         return value
 
     def names(self, name: str) -> dict[str, Any]:
-        """Return values by name of the metadata; raises `PayloadError` if they are none."""
+        """Return a dict of the metadata; raises `PayloadError` for anything else."""
         value = self.about.get(name)
         if not isinstance(value, dict):
             raise self.refused(f"{name} by name", value)
         return value
 
     def tree(self, like: Tree, finite: bool = True) -> Tree:
-        """Return the tensors, in a structure that is known; raises `PayloadError` if they are others."""
+        """Return the tensors in the structure of `like`; raises `PayloadError` if they do not have it."""
         limit = max(len(self.payload), 1)
         return wire.decode(self.payload, like, client=self.sender, limit=limit, finite=finite, opened=self.opened)
 
     def room(self) -> dict[str, Tensor]:
-        """Return a structure for bytes by name, see `coded`; raises `PayloadError` if their sizes are none."""
+        """Return the structure of bytes by name, see `coded`; raises `PayloadError` for invalid sizes."""
         sizes = self.names("sizes")
         if not all(type(size) is int and 0 <= size <= len(self.payload) for size in sizes.values()):
             raise self.refused("sizes of what is in it", sizes)
         return {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
 
     def blobs(self) -> dict[str, bytes]:
-        """Return the bytes by name of a frame that holds nothing else; raises `PayloadError` if it does."""
+        """Return the bytes by name of a frame without other tensors; raises `PayloadError` if it has some."""
         return plain(self.tree(self.room()))
 
     def blob(self, name: str) -> bytes:
-        """Return those of one name, which alone are there; raises `PayloadError` if they are not."""
+        """Return the bytes called `name` of a frame without other content; raises `PayloadError` otherwise."""
         blobs = self.blobs()
         if blobs.keys() != {name}:
             raise self.refused(f"bytes called {name!r}", sorted(blobs))
         return blobs[name]
 
     def refused(self, expected: str, got: object) -> PayloadError:
-        """Return the error for what is not as it should be."""
+        """Return a PayloadError for malformed content."""
         return PayloadError(f"{self.kind} of {self.sender!r}: expected {expected}, but got {str(got)[:100]!r}")
 
 
@@ -133,27 +132,27 @@ def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
 
 
 def encode_blobs(kind: str, blobs: Mapping[str, bytes], **about: Any) -> bytes:
-    """Return the bytes of a frame that holds nothing but bytes by name."""
+    """Return a frame that contains only bytes by name."""
     tensors, sizes = coded(blobs)
     return encode(kind, tensors, sizes=sizes, **about)
 
 
 def coded(blobs: Mapping[str, bytes]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return bytes by name as tensors, and what `sizes=` a frame says of them."""
+    """Return (bytes by name as tensors, their sizes for a frame's `sizes=`)."""
     tensors = {name: torch.frombuffer(bytearray(part + b"0"), dtype=torch.uint8)[:-1] for name, part in blobs.items()}
     return tensors, {name: len(part) for name, part in blobs.items()}
 
 
 def plain(coded: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the bytes by name that were `coded`."""
+    """Return bytes by name from the tensors of `coded`."""
     return {name: part.numpy().tobytes() for name, part in coded.items()}
 
 
 def read(payload: bytes, sender: str) -> Frame:
-    """Return a frame, of which the tensors are not read yet.
+    """Return a frame, whose tensors are not read yet.
 
     Raises:
-        PayloadError: it is none.
+        PayloadError: the payload is not a frame.
     """
     known, about, opened = header.read(payload, sender)
     kind = about.get("kind")
@@ -163,10 +162,10 @@ def read(payload: bytes, sender: str) -> Frame:
 
 
 def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | Frame], Any]:
-    """Return a `Receive.like` of answers: of a payload, or of the frame where a driver has read it already.
+    """Return a `Receive.like` that reads answers, from payloads or from frames that a driver has already read.
 
     Args:
-        read_answer: (site, frame) -> the answer; raises `PayloadError` for something else, as is done for a refusal.
+        read_answer: (site, frame) -> the answer; raises `PayloadError` for anything else. Refusals raise it, too.
     """
 
     def like(sender: str, came: bytes | Frame) -> Any:
@@ -179,7 +178,7 @@ def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | 
 
 
 def run_of(begin: Frame) -> str:
-    """Return the identity of the run that a frame is about; raises `PayloadError` if it is none."""
+    """Return the identity of a frame's run; raises `PayloadError` if it is malformed."""
     if not _RUN.fullmatch(run := begin.text("run")):
         raise begin.refused("a run of 32 hexadecimal digits", run)
     return run
@@ -195,10 +194,10 @@ def described(rows: Tree) -> Any:
 
 
 def no_rows(schema: Any, depth: int = 0) -> Tree:
-    """Return rows `(0, ...)` of a structure that `described` has told; a `NamedTuple` comes back as a tuple.
+    """Return rows `(0, ...)` of a structure that `described` has returned; a `NamedTuple` becomes a tuple.
 
     Raises:
-        ValueError: it is no such structure.
+        ValueError: the structure is malformed, too deep or too large.
     """
     fields = schema.get("fields") if isinstance(schema, dict) else None
     if depth > _DEEPEST or (isinstance(fields, (list, dict)) and len(fields) > _MOST_FIELDS):
@@ -219,13 +218,13 @@ def no_rows(schema: Any, depth: int = 0) -> Tree:
 
 
 class Inboxes(NamedTuple):
-    """Hold the inboxes of some clients of a site; it takes the place of the server's outbox there."""
+    """The inboxes of some clients of a site, which replace the server's outbox there."""
 
     ids: Tensor  # (K,) ascending
     inbox: Tree  # (K, ...)
 
     def of(self, ids: Rows) -> Tree:
-        """Return the inboxes of some of them."""
+        """Return the inboxes of some of these clients."""
         if client_count(ids) == len(self.ids):
             return self.inbox
         rows = torch.searchsorted(self.ids, indices(ids))
@@ -233,64 +232,64 @@ class Inboxes(NamedTuple):
 
 
 def consecutive(ids: Tensor) -> Rows:
-    """Return ascending ids as a slice, which is read as views, where it will do."""
+    """Return ascending ids as a slice if they are consecutive, since slices index as views."""
     numbers = ids.numpy()
     first, last = int(numbers[0]), int(numbers[-1]) + 1
     return slice(first, last) if last - first == len(ids) else ids
 
 
 def at_site(exchange: Exchange) -> Exchange:
-    """Return an exchange whose outbox is `Inboxes`; bytes are counted where they travel."""
+    """Return an exchange whose outbox is `Inboxes`; the transport counts bytes."""
     return exchange._replace(scatter=lambda outbox, ids: outbox.of(ids), traffic=lambda outbox, messages, ids: (0, 0))
 
 
-def encode_inboxes(kind: str, heard: Inboxes, more: Tree = None, everybody: bool = False, **about: Any) -> bytes:
-    """Encode a site's inboxes, with what is the same for all clients once, and tensors beside them.
+def encode_inboxes(kind: str, inboxes: Inboxes, more: Tree = None, everybody: bool = False, **about: Any) -> bytes:
+    """Encode the inboxes of a site's clients, values that all share only once, and other tensors.
 
     Args:
-        kind: of the frame.
-        heard: by clients of the site.
-        more: tensors beside it.
+        kind: kind of the frame.
+        inboxes: inboxes of clients of the site.
+        more: other tensors.
         everybody: whether these are all of the site's clients, whose ids are then not sent.
         about: the metadata.
     """
-    flat, once = tree.flatten(heard.inbox, _INBOX), list[str]()
+    flat, once = tree.flatten(inboxes.inbox, _INBOX), list[str]()
     for path, leaf in flat.items():
         if _is_shared(leaf):
             flat[path] = leaf[0]
             once.append(path.removeprefix(_INBOX).removeprefix("."))
-    ids, about = (None, {**about, EVERYBODY: True}) if everybody else (heard.ids, about)
-    return encode(kind, {"ids": ids, **flat, "more": more}, clients=len(heard.ids), once=once, **about)
+    ids, about = (None, {**about, EVERYBODY: True}) if everybody else (inboxes.ids, about)
+    return encode(kind, {"ids": ids, **flat, "more": more}, clients=len(inboxes.ids), once=once, **about)
 
 
 class _Expected(NamedTuple):
-    """How a frame of inboxes looks."""
+    """The structure of a frame of inboxes."""
 
-    template: wire.Template  # of tensors by path
-    everybody: bool  # whether it is to all clients
-    clients: int  # that hear
-    shared: list[str]  # the paths of those that are sent once
-    build: Callable[[Mapping[str, Tensor]], Tree]  # the inbox, of tensors by path
+    template: wire.Template  # tensors by path
+    everybody: bool  # whether all clients of the site are addressed
+    clients: int  # number of clients that are addressed
+    shared: list[str]  # paths of tensors that are sent once for all clients
+    build: Callable[[Mapping[str, Tensor]], Tree]  # tensors by path -> inbox
 
 
-Known = dict[header.Header, _Expected]  # frames of inboxes by their headers; of a few, the others are forgotten
+Known = dict[header.Header, _Expected]  # a small cache of structures by header
 _MOST_KNOWN = 8
 
 
 def decode_inboxes(
     frame: Frame, like: Tree, own: Tensor, more: Tree = None, known: Known | None = None
 ) -> tuple[Inboxes, Tree]:
-    """Return (the inboxes, the tensors beside them) of such a frame.
+    """Return (the inboxes, the other tensors) of a frame of `encode_inboxes`.
 
     Args:
-        frame: of the server.
-        like: what one client hears.
-        own: `(K,)` all clients of the site, consecutive; the ids of the inboxes are this tensor where it is to all.
-        more: the structure of the tensors beside it, which the frame's header alone may change.
-        known: how frames of a header looked, of the same `like` and `own`.
+        frame: the server's frame.
+        like: structure of one client's inbox.
+        own: `(K,)` all clients of the site, consecutive; the same object is `Inboxes.ids` if all are addressed.
+        more: structure of the other tensors, which must not depend on anything but the frame's header.
+        known: cache of structures by header, for the same `like` and `own`.
 
     Raises:
-        PayloadError: they are something else.
+        PayloadError: the frame has another structure.
     """
     expected = None if known is None else known.get(frame.header)
     if expected is None:
@@ -307,7 +306,7 @@ def decode_inboxes(
 
 
 def _ids(frame: Frame, ids: Tensor, own: Tensor) -> Tensor:
-    """Return ascending ids of clients of a site; raise PayloadError for others."""
+    """Return `ids`; raise PayloadError unless they are ascending ids of the site's clients."""
     numbers = ids.numpy()
     if not (numbers[1:] > numbers[:-1]).all():
         raise frame.refused("ascending ids", ids.tolist())

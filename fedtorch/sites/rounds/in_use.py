@@ -1,12 +1,12 @@
-"""Keep two sites of one process from computing with the same solver.
+"""Prevent two sites of one process from computing with the same solver.
 
-A solver puts parameters into its module for the time of a forward pass. Where two threads do that with one solver, each
-may compute with the other's parameters, and nothing tells. So a site takes its algorithm and the module of its solver,
-with all that is in it, for itself when a run begins, and gives them back when it ends.
+A solver loads parameters into its module during a forward pass. If two threads do that with one solver, each may
+silently compute with the other's parameters. So a site reserves its algorithm and the solver's module, with all
+submodules, when a run begins, and releases them when it ends.
 
 >>> import torch
 >>> class Site:
-...     "Holds what it computes with."
+...     "Somebody who computes."
 >>> first, second, module = Site(), Site(), torch.nn.Linear(2, 1)
 >>> used = InUse()
 >>> used.take(first, [module]), used.take(second, [module]), used.take(first, [module])
@@ -29,16 +29,16 @@ from fedtorch.sites.rounds.policy import Refusal
 
 
 class InUse:
-    """Remember which objects are in use, and by whom, as long as both are there."""
+    """A table of objects in use and their users, by weak references."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users: dict[int, tuple[ref[Any], ref[Any]]] = {}  # by identity: the object, and who uses it
+        self._users: dict[int, tuple[ref[Any], ref[Any]]] = {}  # by id: the object and its user
 
     def take(self, user: object, objects: Sequence[object]) -> bool:
-        """Note that somebody uses these objects, and return True; or False if another uses one of them."""
+        """Reserve objects for a user and return True; return False if another user has one of them."""
         with self._lock:
-            self._users = {key: (kept, by) for key, (kept, by) in self._users.items() if kept() and by()}
+            self._users = {key: (each, by) for key, (each, by) in self._users.items() if each() and by()}
             users = [self._users[id(each)][1]() for each in objects if id(each) in self._users]
             if any(other is not user for other in users):
                 return False
@@ -46,7 +46,7 @@ class InUse:
             return True
 
     def release(self, user: object, but: Sequence[object] = ()) -> None:
-        """Note that somebody uses nothing any more, but for some objects."""
+        """Release all objects of a user except some."""
         stay = {id(each) for each in but}
         with self._lock:
             self._users = {key: used for key, used in self._users.items() if used[1]() is not user or key in stay}
@@ -56,20 +56,20 @@ _IN_USE = InUse()
 
 
 def take(user: object, name: str, algorithm: Algorithm) -> None:
-    """Have an algorithm, and the module of its solver with all parts, for one site of this process.
+    """Reserve an algorithm, and its solver's module with all submodules, for one site of this process.
 
     Raises:
-        Refusal: another site has them.
+        Refusal: another site has reserved one of them.
     """
     if not _IN_USE.take(user, _objects(algorithm)):
         raise Refusal(
-            f"the site's function {name!r} returns an algorithm, or a solver in one, with which another site of the "
-            "same process computes; let it make new ones at every call"
+            f"the site's function {name!r} returns an algorithm, or a solver in it, that another site of the same "
+            "process uses; let it make new ones at every call"
         )
 
 
 def release(user: object, but: Algorithm | None = None) -> None:
-    """Give back what a site has taken, but for an algorithm with which it may go on."""
+    """Release a site's objects, except those of an algorithm with which it may go on."""
     _IN_USE.release(user, () if but is None else _objects(but))
 
 
@@ -79,7 +79,7 @@ def _objects(algorithm: Algorithm) -> list[object]:
 
 @contextmanager
 def released(user: object) -> Iterator[None]:
-    """Give back what a site has taken at the end of the block."""
+    """Release a site's objects at the end of the block."""
     try:
         yield
     finally:

@@ -1,12 +1,12 @@
-"""A site's memory of which of its clients were added up over which start, where the server reads the site's sums.
+"""A site's record of the clients that were added up over each start, for sums that the server reads.
 
-Two sums over one start, with and without one client, differ by that client's message. Clients that were in the same
-sums so far cannot be told from each other: they are a *cell*. All that can be computed of the sums is computed of the
-sums over cells, whichever combination is taken. So a site adds up over one start only such clients that each cell has
-enough rows. Sets that are equal or disjoint, or that differ and overlap by enough rows, are such.
+Two sums over one start, with and without one client, differ by that client's message. Clients that are in exactly the
+same sums form a *cell*: no combination of the sums separates them, and every combination is one of sums over cells. So
+a site adds up clients over one start only if each resulting cell has enough rows. This holds for sets that are equal or
+disjoint, and for sets whose differences and overlap have enough rows.
 
-The memory is `cohorts.jsonl` in the folder of states, a chained log that is begun with the first sum and only grows. A
-site all of whose clients have enough rows needs none.
+The record is `cohorts.jsonl` in the folder of states, a chained log that only grows and is created with the first sum.
+A site whose clients all have enough rows needs none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fedtorch.chained_log import Facts
 from fedtorch.sites.rounds.policy import Refusal
 
 FILE = "cohorts.jsonl"
-MOST = 200_000  # starts; a file of about 60 MB
+MOST = 200_000  # most starts, in a file of about 60 MB
 
 
 class PastCohorts:
-    """The sets of a site's clients that were added up.
+    """The record of the sets of a site's clients that were added up.
 
     Args:
-        folder: of states, in which they are remembered; None for as long as this object is there.
+        folder: the folder of states, for the record; None to keep it as long as this object exists.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -39,19 +39,19 @@ class PastCohorts:
     def add(
         self, start: bytes, clients: Sequence[str], names: Sequence[str], rows: Callable[[list[str]], int], least: int
     ) -> None:
-        """Remember a sum over a start before it leaves.
+        """Record a sum over a start before it leaves.
 
         Args:
             start: `digest_of_start(...)`.
-            clients: the names of those in the sum.
-            names: of all the site's clients; one that is gone has no rows.
-            rows: names of clients -> how many rows they have together, or persons.
-            least: rows that have to be behind whatever the sums tell together.
+            clients: names of the clients in the sum.
+            names: names of all the site's clients; a removed client has no rows.
+            rows: names of clients -> number of their rows together, or of persons.
+            least: least number of rows behind any combination of the sums.
 
-        The rows of the first sum over a start are not looked at: they are those of all its clients.
+        The first sum over a start is not checked here, because it has a single cell, the sum's own clients.
 
         Raises:
-            Refusal: the sums over the start would tell of fewer rows; or the memory is damaged.
+            Refusal: a combination of the sums over the start would disclose fewer rows; or the record is damaged.
         """
         key, asked = start[:16].hex(), frozenset(map(_digest, clients))
         with self._facts.alone():
@@ -64,14 +64,14 @@ class PastCohorts:
                 if behind < least and (behind or len(here) < len(cell)):
                     raise Refusal(
                         "the site has added up others of its clients over the same start, and the sums' difference "
-                        f"would be of fewer than {least} rows, or persons; ask the same clients again, or others with "
-                        "none in common, or begin from other parameters; its side would allow it by a smaller "
+                        f"would come from fewer than {least} rows, or persons; ask the same clients again, or others "
+                        "with none in common, or begin from other parameters; its side would allow it by a smaller "
                         "Policy(minimum=)"
                     )
             if set(after) == set(before):
                 return
             if key not in self._cells and len(self._cells) >= MOST:
-                raise Refusal(f"the site remembers {MOST} sums, and no more; move {FILE} away if it is to forget them")
+                raise Refusal(f"the site records at most {MOST} sums; move {FILE} away if it is to forget them")
             if asked not in self._places:
                 self._facts.add({"clients": sorted(asked)})
             self._facts.add({"start": key, "set": self._places[asked]})
@@ -87,18 +87,18 @@ class PastCohorts:
 def _damaged(error: ValueError) -> Refusal:
     return Refusal(
         f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which of its clients "
-        "it has added up; bring back a copy, or move it away to begin anew"
+        "it has added up; restore a copy, or move it away to begin a new record"
     )
 
 
 def _refined(cells: Sequence[frozenset[str]], asked: frozenset[str]) -> tuple[frozenset[str], ...]:
-    """Return the cells of clients that are in the same sums, once `asked` are in one more.
+    """Return the cells, groups of clients in the same sums, after a further sum of `asked`.
 
     >>> sorted(sorted(cell) for cell in _refined([frozenset("abc")], frozenset("bcd")))
     [['a'], ['b', 'c'], ['d']]
     """
     if not cells:
-        return (asked,)  # itself, of which there is one for all rounds
+        return (asked,)  # the same object, of which one exists for all rounds
     rest = asked.difference(*cells)
     parts = [part for cell in cells for part in (cell & asked, cell - asked)]
     return tuple(part for part in (*parts, rest) if part)

@@ -1,27 +1,27 @@
-"""A site's memory of the sums under masks and the agreements that it has taken part in, across runs and restarts.
+"""A site's record of the masked sums and the agreements in which it has taken part, across runs and restarts.
 
 Two sums of the same messages, with and without one site, differ by that site's message. So a site takes part in sums
-over one start with one set of sites only, and with the same clients of its own: the start is what clients were sent and
-the settings of the algorithm, without keys, numbers of rounds and names of runs. A set counts from the moment at which
-the site confirms it, before it opens any share: whether the server has come to the sum, no site can know.
+over one start only with one set of sites, and with the same clients of its own. The start is what clients were sent and
+the settings of the algorithm, without keys, round numbers and identities of runs. A set counts once the site confirms
+it, before the site opens any share, because no site can know whether the server has computed the sum.
 
-*Why nothing less.* A site sees the sums that it takes part in, the server all of them. The sets {a, b, c}, {d, e, f}
-and {a, ..., g} differ by four sites wherever one site can compare two of them, and the third less the other two is what
-g has said. Of sets that are the same wherever they have a member in common no combination is of fewer members than the
-smallest of them has: they are disjoint.
+*Why no weaker rule suffices.* A site sees only the sums in which it takes part, the server sees all. The sets
+{a, b, c}, {d, e, f} and {a, ..., g} differ by four sites wherever one site can compare two of them, but the third sum
+minus the other two is the message of g. If sets with a common member are equal, then all different sets are disjoint,
+and a combination of their sums has at least as many members as the smallest set.
 
-*Agreements.* A design follows from what all of its sites tell of a column, and all of them read it. Two designs of one
-column, with and without a site, show what that site has told: a level that it alone has, or its mean. The adversary is
-another site, or whoever reads both designs; the server is none, for it has each site's answers. So a site is behind
-designs of one column with one set of sites only, as behind sums over one start, whatever the formulas.
+*Agreements.* A design follows from the answers of all its sites about a column, and all of them read it. Two designs of
+one column, with and without a site, disclose that site's answer: a level that only it has, or its mean. The adversary
+is another site, or anybody who reads both designs; the server is none, because it has each site's answers. So a site
+takes part in designs of one column only with one set of sites, as in sums over one start, for any formulas.
 
-What clients tell for good is the sum over rounds of what they have told in each. A site adds it up only with all the
-sites that it has ever added up with in the run, and only while it has gone back behind none of these sums: else the
-rounds' sums less the total would be what one of them has told.
+Persistent contributions are the sum over rounds of a client's changes. A site adds its contributions up only with all
+sites of its earlier sums in the run, and only if it has not returned to a state before one of these sums. Otherwise the
+rounds' sums minus the total could be the message of one site.
 
-The memory is `sums.jsonl` in the folder of states, a chained log with an entry for each sum, which only grows. To let a
-sum through and to remember it is one step under the log's lock, whatever else works in the folder. Nothing but `begin`
-makes the log, so that a site whose memory is lost or damaged refuses sums under masks.
+The record is `sums.jsonl` in the folder of states, a chained log that only grows, with an entry for each sum. A sum is
+checked and recorded in one step under the log's lock, even if other processes use the folder. Only `begin` creates the
+log, so that a site whose record is lost or damaged refuses masked sums.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
-MOST = 200_000  # sums; a file of about 60 MB
+MOST = 200_000  # most sums, in a file of about 60 MB
 _KIND = "sums under masks"
-_NAMED = 20  # sites that a refusal names at most
+_NAMED = 20  # most sites that a refusal names
 _BEGIN = "`fedtorch states DIR --begin-sums`"
 
 
 def begin(folder: Path | str) -> None:
-    """Create the memory of a site that has taken part in no sum under masks and no agreement.
+    """Create the record of a site that has not taken part in any masked sum or agreement.
 
     Args:
-        folder: of the site's states.
+        folder: the folder of the site's states.
 
     Raises:
-        FileExistsError: there is one. To begin anew on purpose move it away: what it knows is then refused no more.
+        FileExistsError: a record exists. To start a new one on purpose, move it away: its sums are then not refused
+            any more.
     """
     path = Path(folder) / FILE
     if path.exists():
@@ -67,38 +68,38 @@ def begin(folder: Path | str) -> None:
 
 
 class _Sum(NamedTuple):
-    """Holds what is known of the sums over one start."""
+    """The recorded sum over one start."""
 
-    clients: str  # a digest of the names of the site's own clients in them
-    sites: int  # which of the sets
-    at: str  # when, in UTC
+    clients: str  # digest of the names of the site's own clients in it
+    sites: int  # index of its set of sites
+    at: str  # time of the record, in UTC
 
 
 class Step(NamedTuple):
-    """Locates a sum in a run whose clients tell something for good."""
+    """A round of a run with persistent contributions, by the versions of the site's states."""
 
     run: str
-    base: int  # the version of the site's states from which the round began
-    version: int  # and with which it ends
+    base: int  # version at the beginning of the round
+    version: int  # version at its end
 
 
-class _Told(NamedTuple):
-    """Holds what is known of what clients have told for good in a run."""
+class _History(NamedTuple):
+    """The recorded sums of persistent contributions in a run."""
 
-    sites: frozenset[str]  # of all sums
-    version: int  # of the site's states with the last of them
-    behind: bool  # whether the site has gone back behind one
+    sites: frozenset[str]  # sites of all sums
+    version: int  # version of the site's states after the last sum
+    behind: bool  # whether the site has returned to a state before one of the sums
 
 
 class PastSums:
-    """The sums that a site has taken part in.
+    """The record of the masked sums in which a site has taken part.
 
     Args:
-        folder: of states; None if the site has none.
-        lasting: whether the memory is the folder's; else it is this object's.
+        folder: the folder of states; None if the site has none.
+        lasting: whether the record is a file of the folder; else it lasts as long as this object.
 
     Attributes:
-        cohorts: which of the site's clients were added up where the server reads the sum.
+        cohorts: record of the site's clients in sums that the server reads.
     """
 
     def __init__(self, folder: Path | None, lasting: bool = True) -> None:
@@ -108,26 +109,26 @@ class PastSums:
         self._sets: list[frozenset[str]] = []
         self._places: dict[frozenset[str], int] = {}
         self._starts: dict[bytes, _Sum] = {}
-        self._runs: dict[str, _Told] = {}
+        self._runs: dict[str, _History] = {}
 
     def open(self) -> None:
-        """Read the memory, once.
+        """Read the record, once.
 
         Raises:
-            Refusal: it is not there, or damaged.
+            Refusal: the record is missing or damaged.
         """
         if self._opened:
             return
         if self._lasting and self._facts.path is None:
             raise Refusal(
-                "the site has no folder in which it remembers the sums under masks that it takes part in; start it "
-                "with a folder of states, or with Policy(remember_sums=False) if it is to forget them"
+                "the site has no folder to record the sums under masks in which it takes part; start it with a folder "
+                "of states, or with Policy(remember_sums=False) if it is to forget them"
             )
         if self._facts.path is not None and not self._facts.path.exists():
             raise Refusal(
-                f"the site has no {FILE} in its folder of states, the memory of the sums under masks and of the "
-                "agreements that it has taken part in; a site that has taken part in some looks for it, another begins "
-                f"one by {_BEGIN}"
+                f"the site has no {FILE} in its folder of states, the record of the sums under masks and of the "
+                "agreements in which it has taken part; a site that has taken part in some restores the file, another "
+                f"begins one by {_BEGIN}"
             )
         self._facts.open()
         self._opened = True
@@ -135,17 +136,17 @@ class PastSums:
     def of_round(
         self, start: bytes, clients: Sequence[str], step: Step | None, sites: frozenset[str], *, confirmed: bool
     ) -> None:
-        """Refuse a sum over a start that was added up by other sites; remember one that is confirmed.
+        """Refuse a sum over a start that has been added up by other sites or clients; record a confirmed one.
 
         Args:
             start: `digest_of_start(...)`.
-            clients: the site's own in the sum.
-            step: of clients that tell something for good, else None.
-            sites: whose sum it is, or as long as it is not confirmed, may become.
-            confirmed: whether this site is about to say that it takes part.
+            clients: the site's own clients in the sum.
+            step: the round, if clients have persistent contributions, else None.
+            sites: the sum's sites; before confirmation, those that may be in it.
+            confirmed: whether this site is about to confirm that it takes part.
 
         Raises:
-            Refusal: other sites, or other clients of this one, or there is no room for another sum.
+            Refusal: other sites, other clients of this site, or no room for another sum.
         """
         key, of_clients = start[:16], _digest(sorted(clients))
         with self._facts.alone():
@@ -156,8 +157,8 @@ class PastSums:
                 return
             if known is None and len(self._starts) >= MOST:
                 raise Refusal(
-                    f"the site remembers {MOST} sums under masks, and no more; move {FILE} away and {_BEGIN} if it is "
-                    "to forget them"
+                    f"the site records at most {MOST} sums under masks; move {FILE} away and {_BEGIN} if it is to "
+                    "forget them"
                 )
             if known is None:
                 self._add({"start": key.hex(), "clients": of_clients}, sites)
@@ -165,17 +166,17 @@ class PastSums:
                 self.advance(step, sites)
 
     def of_agreement(self, columns: Iterable[str], sites: frozenset[str], *, confirmed: bool) -> None:
-        """Refuse that a design of some columns follows from these sites where others were behind one of a column.
+        """Refuse a design of some columns if an earlier design of one of them was from other sites.
 
-        One that is confirmed is remembered; by a site without a folder as long as its process runs, as its answers are.
+        A confirmed design is recorded; without a folder, as long as the process runs, like the site's answers.
 
         Args:
-            columns: of which the site has told, histograms or levels.
-            sites: from whose answers the design follows, or as long as it is not confirmed, may follow.
-            confirmed: whether this site is about to say that it agrees.
+            columns: columns that the site has described by histograms or levels.
+            sites: sites whose answers determine the design; before confirmation, those that may be in it.
+            confirmed: whether this site is about to confirm that it agrees.
 
         Raises:
-            Refusal: other sites, or there is no memory of sums in the site's folder.
+            Refusal: other sites, or there is no record in the site's folder.
         """
         if self._facts.path is not None:
             self.open()
@@ -186,51 +187,53 @@ class PastSums:
                 if known is not None and self._differs(known, nobody, sites):
                     raise Refusal(
                         f"the site has agreed on {column!r} {self._when(known)}, and agrees on it with the same sites "
-                        "only: the designs' difference would be what those have told that are in one of them; ask the "
-                        "same sites again, and let others make rows by their design, sites.agree(host, names, design)"
+                        "only: the designs' difference would disclose the answers of those that are in only one of "
+                        "them; ask the same sites again, and let others make rows by their design, "
+                        "sites.agree(host, names, design)"
                     )
             for start in starts.values():
                 self.of_round(start, (), None, sites, confirmed=confirmed)
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
-        """Remember that a site's states have gone on, with a sum of some sites or without one."""
+        """Record that a site's states have advanced, with or without a sum of some sites."""
         with self._facts.alone():
-            account = self._told(step.run)
+            account = self._history(step.run)
             behind = account.behind or account.version != step.base
             self._add({"run": step.run, "version": step.version, "behind": behind}, account.sites | sites)
 
     def of_total(self, step: Step, sites: frozenset[str], *, confirmed: bool) -> None:
-        """Refuse to add up what clients have told for good where that would be without a part of an earlier sum.
+        """Refuse a total of persistent contributions that would lack a part of an earlier sum.
 
         Args:
-            step: whose version is its base.
-            sites: whose sum it is, or may become.
-            confirmed: whether this site is about to say that it takes part.
+            step: a step whose version is its base.
+            sites: the sum's sites; before confirmation, those that may be in it.
+            confirmed: whether this site is about to confirm that it takes part.
 
         Raises:
-            Refusal: a site of an earlier sum is missing, or this one has gone back behind one.
+            Refusal: a site of an earlier sum is missing, or this site has returned to a state before one.
         """
         with self._facts.alone():
-            account = self._told(step.run)
+            account = self._history(step.run)
             if account.behind or account.version != step.base:
                 raise Refusal(
-                    "the site has gone back behind a sum, and does not add up what it has told for good any more"
+                    "the site has returned to a state before a sum, and does not add up its persistent contributions "
+                    "any more"
                 )
             if missing := account.sites - sites:
                 raise Refusal(
-                    "the site adds up what clients have told for good only with all sites that it has added up with in "
-                    f"the run, and {_named(missing)} are missing"
+                    "the site adds up persistent contributions only with all sites of its earlier sums in the run, and "
+                    f"{_named(missing)} are missing"
                 )
             if confirmed and sites != account.sites:
                 self.advance(step, sites)
 
-    def _difference(self, known: _Sum, own: str) -> str:
-        """Return why a site takes part in no sum over a start."""
-        whose = "sites" if own == known.clients else "of its own clients"
+    def _difference(self, known: _Sum, clients: str) -> str:
+        """Return the reason for refusing another sum over a start."""
+        whose = "sites" if clients == known.clients else "of its own clients"
         return (
             f"the site has taken part in a sum over the same start {self._when(known)}, and takes part in others with "
-            f"the same {whose} only: the sums' difference would be what those have said that are in one of them; ask "
-            "the same again, or begin from other parameters"
+            f"the same {whose} only: the sums' difference would be the messages of those that are in only one of them; "
+            "ask the same again, or begin from other parameters"
         )
 
     def _differs(self, known: _Sum, clients: str, sites: frozenset[str]) -> bool:
@@ -239,11 +242,11 @@ class PastSums:
     def _when(self, known: _Sum) -> str:
         return f"on {datetime.fromisoformat(known.at):%Y-%m-%d at %H:%M} UTC with {_named(self._sets[known.sites])}"
 
-    def _told(self, run: str) -> _Told:
-        return self._runs.get(run, _Told(frozenset(), FIRST, behind=False))
+    def _history(self, run: str) -> _History:
+        return self._runs.get(run, _History(frozenset(), FIRST, behind=False))
 
     def _add(self, entry: Mapping[str, Any], sites: frozenset[str]) -> None:
-        """Write an entry of a set of sites, and then know it; a set that is new goes before it."""
+        """Append an entry with its set of sites; a new set is appended first."""
         if sites not in self._places:
             self._facts.add({"names": sorted(sites)})
         self._facts.add({**entry, "sites": self._places[sites]})
@@ -252,18 +255,18 @@ class PastSums:
         if "start" in fact:
             self._starts[bytes.fromhex(fact["start"])] = _Sum(fact["clients"], fact["sites"], fact["time"])
         elif "run" in fact:
-            self._runs[fact["run"]] = _Told(self._sets[fact["sites"]], fact["version"], fact["behind"])
+            self._runs[fact["run"]] = _History(self._sets[fact["sites"]], fact["version"], fact["behind"])
         else:
             self._places[sites := frozenset(fact["names"])] = len(self._sets)
             self._sets.append(sites)
 
 
 def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
-    """Return a digest of what one client is sent, and of the settings of the algorithm.
+    """Return a digest of one client's inbox and of the algorithm's settings.
 
     Args:
-        content: what one client hears, `(...)`.
-        settings: by name, as sites and server compare them; {} for those of one run.
+        content: one client's inbox, `(...)`.
+        settings: settings by name, as sites and server compare them; {} within one run.
 
     Example:
         >>> import torch
@@ -280,14 +283,14 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
 
 
 def _start_of_column(column: str) -> bytes:
-    """Return what stands for the start of a sum where sites agree on a column."""
+    """Return the digest that replaces a sum's start for agreements on a column."""
     return hashlib.sha256(json.dumps(["agreement", column]).encode()).digest()
 
 
 def _damaged(error: ValueError) -> Refusal:
     return Refusal(
-        f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which sums under "
-        f"masks it has taken part in; bring back a copy, or move it away and {_BEGIN}"
+        f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know in which sums under "
+        f"masks it has taken part; restore a copy, or move it away and {_BEGIN}"
     )
 
 
@@ -296,6 +299,6 @@ def _digest(names: Sequence[str]) -> str:
 
 
 def _named(sites: frozenset[str]) -> str:
-    """Return some sites by name, and how many there are."""
+    """Return the first names of some sites, and their number."""
     names = sorted(sites)
     return f"{names[:_NAMED]} ({len(names)} in all)"

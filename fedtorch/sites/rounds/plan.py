@@ -1,4 +1,4 @@
-"""Collect the settings of a population of sites."""
+"""The settings of a population of sites."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from fedtorch.sites.rounds.status import Status
 
 
 class Lost(NamedTuple):
-    """Of sums under masks that were lost: who has ended them, and who can still add up."""
+    """A record of failed masked sums."""
 
-    failed: dict[str, str]  # why sites are left out of sums over other starts, by name
-    bound: dict[bytes, frozenset[str]]  # by start, the sites that add up over it all together or not at all
+    failed: dict[str, str]  # sites left out of sums over other starts, with reasons
+    bound: dict[bytes, frozenset[str]]  # by start, sites that add up over it only all together
 
 
 class Plan(NamedTuple):
-    """See `Remote`."""
+    """The settings of a `Remote`, see there."""
 
     sites: Sites
-    names: tuple[str, ...]  # of all clients
-    firsts: list[int]  # the number of each site's first client
-    counts: list[int]  # of each site's clients
+    names: tuple[str, ...]  # names of all clients
+    firsts: list[int]  # number of each site's first client
+    counts: list[int]  # number of clients by site
     algorithm: str
     settings: Mapping[str, Any]
     seconds: float
     quorum: float
     checkpoints: int
     withdrawals: bool
-    carry: Carry  # how messages travel
-    roster: bytes | None  # as the authority has signed it
-    rotate: int  # rounds in which sites use the same keys
-    nobody: ClientData  # a block of no clients, with rows like those of the sites
-    validation: FederatedData  # stands for rows that sites keep
-    record: AuditRecord | None  # of what sites are asked and answer
+    carry: Carry  # transport of messages
+    roster: bytes | None  # signed by the authority
+    rotate: int  # number of rounds after which sites make new keys
+    nobody: ClientData  # an empty block, with rows like those of the sites
+    validation: FederatedData  # placeholder for the sites' validation rows
+    record: AuditRecord | None  # log of requests and answers
     lost: Lost
     status: Status  # a file beside the checkpoint

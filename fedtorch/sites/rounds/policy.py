@@ -1,4 +1,4 @@
-"""Hold a site's answers to its policy, whatever the server asks, by a count that outlives processes."""
+"""A site's policy, and its enforcement for every request, with counters that survive restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 30.0  # for another process of the site that counts
+_SECONDS = 30.0  # longest wait for another process of the site that updates a counter
 _LARGEST = {torch.float64: 1e100, torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 65504.0}
 
 
@@ -36,29 +36,29 @@ OTHER_ROWS = "the site's rows are others than those with which the run began the
 
 
 class Refusal(ValueError):
-    """Raised for what a site does not do; its message goes to the server."""
+    """Raised for a request that a site refuses; its message is sent to the server."""
 
 
 class Policy(NamedTuple):
-    """Limits on what a site answers. Every round that is asked of it counts, also one that it refuses.
+    """Limits on a site's answers. Every round that is asked of it counts, even if it refuses.
 
-    With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
-    compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
+    With a minimum above one, clients draw minibatches and all else with the site's own keys, which a server cannot
+    compute. So a run that draws differs from one in a single process, and is reproducible only with the site's folder.
 
     Attributes:
-        rounds: how many are answered over all runs, with scores and questions after a fit; None for any number.
-        epsilon: the most that one ledger may count in all, by noise that is added at the site.
-        honest: clients of a sum under masks, its own among them, whose noise the site counts on together.
-        remember_sums: whether sums and agreements are remembered in the folder of states; else while the process runs.
-        carry: how messages must be carried, which the server must want too; or by the algorithm's name.
-        minimum: the rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
-        columns: those that formulas may read, and None for all; the columns of clients and persons are never read.
-        designs: how many may make rows of a frame in all.
-        after_fit: questions after a fit that are answered: "effects", "densities", "margins", "checks". Name any only
-            for a server that is trusted not to compose questions, which read single rows out of exact answers.
-        refusals: how many may fail by what is in rows, in all; after these nothing is answered, and under masks the
-            answer is random.
-        person: a column of the frame whose distinct values count for `minimum` in place of rows.
+        rounds: most answers over all runs: rounds, scores and post-fit queries; None for no limit.
+        epsilon: largest total of one ledger, for noise that is added at the site.
+        honest: number of clients of a masked sum, its own included, on whose joint noise the site relies.
+        remember_sums: whether sums and agreements are recorded in the folder of states; else only in this process.
+        carry: required transport of messages, one for all algorithms or by name; the server must ask for the same.
+        minimum: least number of rows behind any number that leaves: of a frame, in a round, of scores, or after a fit.
+        columns: columns that formulas may read, None for all; the columns of clients and persons are never read.
+        designs: most designs, over all runs, by which rows of a frame are made.
+        after_fit: allowed post-fit queries: "effects", "densities", "margins", "checks". Name any only for a server
+            that is trusted not to compose questions, which read single rows out of exact answers.
+        refusals: most failures that depend on rows, over all runs; after these the site answers nothing, and random
+            numbers under masks.
+        person: a column of the frame, whose distinct values count for `minimum` in place of rows.
 
     Example:
         >>> from fedtorch.sites import Policy
@@ -80,13 +80,13 @@ class Policy(NamedTuple):
     person: str | None = None
 
     def described(self) -> dict[str, Any]:
-        """Return them as JSON, for records."""
+        """Return the limits as JSON, for records."""
         carry = self.carry
-        said = {name: str(each) for name, each in carry.items()} if isinstance(carry, Mapping) else str(carry)
-        return {**self._asdict(), "carry": said, "after_fit": list(self.after_fit)}
+        named = {name: str(each) for name, each in carry.items()} if isinstance(carry, Mapping) else str(carry)
+        return {**self._asdict(), "carry": named, "after_fit": list(self.after_fit)}
 
     def carry_of(self, algorithm: str) -> Carry:
-        """Return how the messages of an algorithm, by name, have to be carried."""
+        """Return the required transport for an algorithm, by name."""
         return self.carry[algorithm] if isinstance(self.carry, Mapping) else self.carry
 
     @property
@@ -95,7 +95,7 @@ class Policy(NamedTuple):
         return "rows" if self.person is None else "persons"
 
     def check(self) -> None:
-        """Raise ValueError unless they are in range."""
+        """Raise ValueError unless all limits are in range."""
         if self.minimum < 1 or min(self.designs, self.refusals) < 0 or isinstance(self.columns, str):
             raise ValueError(
                 f"Expected a minimum of at least 1 row, columns as a tuple, and no negative number of designs or "
@@ -111,7 +111,7 @@ class Policy(NamedTuple):
             raise ValueError(f"Expected after_fit= as a tuple of {sorted(AFTER_FIT)}, but got {self.after_fit!r}")
         if self.after_fit and self.epsilon is not None:
             raise ValueError(
-                f"Expected either epsilon= or after_fit=, for nothing that is told after a fit has noise, but got "
+                f"Expected either epsilon= or after_fit=, because answers after a fit have no noise, but got "
                 f"{self.epsilon} and {self.after_fit}"
             )
         if self.epsilon is not None and not self.epsilon > 0:
@@ -119,11 +119,11 @@ class Policy(NamedTuple):
 
 
 class _Count:
-    """Counts something in files of some folders, of which the largest holds; without any, in this process.
+    """A counter with a file in each of some folders, of which the largest value counts; in memory without folders.
 
     Args:
-        file: the name of the files, whose first part is what is counted.
-        folders: of the files, which are made with them.
+        file: name of the files; without ".json", also the name of the count in them.
+        folders: folders of the files, which are created if needed.
     """
 
     def __init__(self, file: str, folders: Sequence[Path]) -> None:
@@ -132,14 +132,14 @@ class _Count:
         self.read()
 
     def read(self) -> int:
-        """Return the count, by other processes of this site too."""
+        """Return the count over all processes of this site."""
         counted = [int(files.read_json(path)[self._what]) for path in self._paths if path.exists()]
         self._here = max([self._here, *counted])
         return self._here
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Return the count, which no other process changes meanwhile."""
+        """Lock the counter against other processes, and yield the count."""
         for path in self._paths:
             files.private_folder(path.parent)
         with files.private_lock(f"{self._paths[-1]}.lock", _SECONDS) if self._paths else nullcontext():
@@ -153,13 +153,13 @@ class _Count:
 
 
 class Watch:
-    """Holds a site's answers to its policy.
+    """Enforces a site's policy.
 
     Args:
-        policy: of the site.
-        folder: of states.
-        beside: the folder of the site's identity, which does not change with that of the states. Rounds are counted in
-            both, and the larger count holds; without either those of this process are counted.
+        policy: the site's policy.
+        folder: the folder of states.
+        beside: the folder of the site's identity, which is the same for other folders of states. Rounds are counted in
+            both, and the larger count holds; without folders they are counted in this process.
     """
 
     def __init__(self, policy: Policy, folder: Path | None, beside: Path | None = None) -> None:
@@ -169,19 +169,19 @@ class Watch:
         self._failed, self._lost = _Count("refusals.json", folders), _Count("lost.json", folders)
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
-        """Refuse an algorithm that would break the policy whatever is asked of it."""
+        """Refuse an algorithm that breaks the policy in any round."""
         budget = algorithm.budget
         if self.policy.epsilon is not None and not self.counts(budget):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
-                "privacy.example_level(..., ledger=path), and the algorithm has none; what a server adds does not "
-                f"count, nor what more than {self.policy.honest} clients of a sum would have to add together"
+                "privacy.example_level(..., ledger=path), and the algorithm has none; noise of a server does not "
+                f"count, nor noise that more than {self.policy.honest} clients of a sum must add together"
             )
         if budget is not None:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
-        """Spend the budget of a round, before anything of it is computed, or refuse it."""
+        """Spend the budget of a round, or refuse it, before anything is computed."""
         budget, policy = algorithm.budget, self.policy
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
@@ -191,11 +191,11 @@ class Watch:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 
     def after_fit(self, what: str, rows: int) -> None:
-        """Count an answer to a question after the fit like a round, or refuse it before anything of it is computed.
+        """Count an answer to a post-fit query like a round, or refuse it, before anything is computed.
 
         Args:
-            what: is told, as `Policy.after_fit` has it.
-            rows: behind each number of the answer, at least, or persons.
+            what: kind of answer, as in `Policy.after_fit`.
+            rows: least number of rows, or persons, behind each number of the answer.
         """
         policy = self.policy
         if what not in policy.after_fit:
@@ -211,7 +211,7 @@ class Watch:
         self.count()
 
     def count(self) -> None:
-        """Count a round, scores, or a question after the fit, or refuse it where there were enough."""
+        """Count a round, scores or a post-fit query; refuse it if the limit is reached."""
         if self.policy.rounds is None:
             return
         with self._rounds.locked() as rounds:
@@ -221,50 +221,50 @@ class Watch:
             self._rounds.add()
 
     def failed(self, hidden: bool = False) -> None:
-        """Count a round or a question that failed by what is in rows, before anybody hears of it.
+        """Count a round or query whose failure depends on rows, before anybody learns of it.
 
         Args:
-            hidden: whether the server does not hear at which site, as under masks. These are counted apart, since a
-                site that refuses when it has had too many of them would say that they were its own.
+            hidden: whether the server does not learn at which site it failed, as under masks. Such failures have their
+                own counter: a site that refused after too many of them would disclose that they were its own.
         """
         count = self._lost if hidden else self._failed
         try:
             with count.locked():
                 count.add()
         except OSError:
-            _LOG.exception("a failure could not be written down; it counts as long as this process runs")
+            _LOG.exception("a failure could not be written to disk; it counts while this process runs")
 
     def is_spent(self) -> bool:
-        """Return whether so many rounds have failed of which the server does not know where that all are chance."""
+        """Return whether too many hidden failures have occurred, so that all masked answers are random."""
         return self._lost.read() >= max(1, self.policy.refusals)
 
     def check_failed(self) -> None:
-        """Refuse to answer where so much has failed that it would tell more of rows."""
+        """Refuse if too many answers have failed, because each failure discloses something about rows."""
         if (failed := self._failed.read()) >= max(1, self.policy.refusals):
             raise Refusal(
-                f"{failed} rounds or questions have failed at the site by what its rows are, which its log names; each "
-                "tells of the rows, so that it answers nothing more; its side would allow it by a larger "
-                f"Policy(refusals=), or begin to count anew without {self._failed.file}"
+                f"{failed} rounds or questions have failed at the site because of its rows, see its log; each failure "
+                "discloses something about rows, so it answers nothing more; its side would allow it by a larger "
+                f"Policy(refusals=), or restart the count by removing {self._failed.file}"
             )
 
     def counts(self, budget: Budget | None) -> bool:
-        """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
+        """Return whether noise is added here, or by clients on which the site relies, and recorded in a ledger file."""
         if budget is None:
             return False
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
 
 def check_sizes(sent: Tree) -> None:
-    """Refuse tensors of the server with numbers so large that whether rows overflow would tell how large these are.
+    """Refuse tensors of the server with very large numbers: an overflow would disclose the size of rows.
 
     Raises:
-        Refusal: one has; it is named.
+        Refusal: a tensor has such a number; the message names the tensor.
     """
     for path, leaf in tree.items(sent):
         values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
         if not values.is_floating_point() or not values.numel():
             continue
-        shared = values[:1] if values.ndim and values.stride(0) == 0 else values  # the same for all clients
+        shared = values[:1] if values.ndim and values.stride(0) == 0 else values  # equal for all clients
         low, high = shared.aminmax()
         if bool(low.isnan()):
             low, high = shared.nan_to_num(0.0, torch.inf, -torch.inf).aminmax()
@@ -272,11 +272,11 @@ def check_sizes(sent: Tree) -> None:
         if bool(low < -most) or bool(high > most):
             raise Refusal(
                 f"the server has sent a number in {path or 'its tensor'!r} that is larger than {most:g}; whether a "
-                "client's rows overflow there would tell of them; take smaller steps or another start"
+                "client's rows overflow with it would disclose their size; take smaller steps or another start"
             )
 
 
 def in_one(sums: Tree) -> Tree:
-    """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
+    """Return clients' sums `(K, ...)` with their total in the first row and zeros elsewhere."""
     joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
     return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)

@@ -1,4 +1,4 @@
-"""Clients that live at sites of other organisations, as the server's population."""
+"""Clients at sites of other organisations, as the server's population."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ from fedtorch.sites.streams.hub import Hub
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
-LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
+LAST_WORD = 10.0  # seconds for disconnected sites to return and learn that the run is over
 
 
 class Remote:
     """A population of sites that connect to this process; a run on it is like any other.
 
-    Sites run `algorithm`, by the name under which they offer it, with `settings`; the run's own algorithm must be what
-    they build of it, and they refuse where it is not. A site that fails, leaves or is late is left out of the round, as
-    if its clients' messages were lost, and goes on with the next; `troubles` says why.
+    Sites run `algorithm`, by the name under which they offer it, with `settings`. They refuse unless this is the same
+    algorithm as the run's. A site that fails, leaves or is late is left out of the round, as if its clients' messages
+    were lost, and takes part in the next; `troubles` gives the reason.
 
     Args:
         host: where sites connect, such as `ft.sites.serve("0.0.0.0:9443", identity, roster)`.
-        sites: their names, in the order in which their clients are numbered.
-        algorithm: the name of what they are asked to run.
-        settings: of it, as JSON.
-        rows: rows like those of the sites `(n, ...)`, where they are in a `NamedTuple`.
-        agreed: how many rows each site may say that it has, by name, such as `roster.rows`; others say what they want.
-        seconds: the longest that a round waits for sites.
-        quorum: the part of the sites asked that must answer, or the round fails. With 1.0 no site is ever left out,
+        sites: names of the sites, in the order in which their clients are numbered.
+        algorithm: name of the algorithm at the sites.
+        settings: settings of the algorithm, as JSON.
+        rows: rows like those of the sites `(n, ...)`, if they are in a `NamedTuple`.
+        agreed: most rows that each site may report, by name, such as `roster.rows`; no limit for others.
+        seconds: longest time for which a round waits for sites.
+        quorum: fraction of the asked sites that must answer, or the round fails. With 1.0 no site is ever left out,
             and numbers are those of a run in one process up to rounding.
-        timeout: the longest wait for all sites to connect at first.
-        checkpoints: sites can go back to so many of the run's last checkpoints.
-        withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
-        carry: how messages are carried, `sites.masked(…)`, `sites.sealed(network)`, or readable for this process; the
-            policies of all sites have to ask for the same.
-        roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
-            other's keys; for sums under masks and sealed envelopes.
-        rotate: after so many rounds sites make other keys.
+        timeout: longest wait for all sites to connect at first.
+        checkpoints: number of the run's last checkpoints to which sites can return.
+        withdrawals: whether each site's persistent contributions are also stored here, for `withdraw`.
+        carry: transport of messages, `sites.masked(…)`, `sites.sealed(network)`, or readable for this process; the
+            policies of all sites must ask for the same.
+        roster: the roster signed by the authority, `sites.identity.sign_roster(...)`, by which sites verify each
+            other's keys; for masked sums and sealed envelopes.
+        rotate: number of rounds after which sites make new keys.
         checkpoint: the run's file, beside which its status is written for `fedtorch status`; without one there is no
-            status. `finish` saves it before sites hear that the run is over; a server that is started again with it
-            then waits for none of them.
-        record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
+            status. `finish` saves it before sites learn that the run is over; a server that is restarted with it then
+            does not wait for sites.
+        record: log of requests and answers, whose signature begins runs.
 
     Attributes:
-        names: of all clients.
-        validation: stands for the rows that sites keep for validation, in `run.evaluate(population.validation, …)`;
-            metrics are asked for by name, and sites compute what they offer under it.
+        names: names of all clients.
+        validation: placeholder for the sites' validation rows, in `run.evaluate(population.validation, …)`; metrics
+            are requested by name, and sites compute what they offer under that name.
 
     Example:
         >>> import threading, torch, fedtorch as ft
@@ -84,8 +84,8 @@ class Remote:
 
     Raises:
         TypeError: settings that are not JSON.
-        TimeoutError: not all sites came.
-        ValueError: no sites, two clients of one name, or settings out of range.
+        TimeoutError: not all sites have connected in time.
+        ValueError: no sites, two clients with one name, or settings out of range.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Remote:
         try:
             json.dumps(settings, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
+            raise TypeError(f"Expected settings as JSON, because they are sent to the sites, but got {error}") from None
         self.device, self.leads, self.carry = torch.device("cpu"), True, carry
         asked, bring = Sites(host, sites, agreed), _brought_to(checkpoint, sites)
         if record is not None:
@@ -132,7 +132,7 @@ class Remote:
             asked.bring, asked.met = bring, True
         self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
-        if brings[0].design == "":  # nor have the others
+        if brings[0].design == "":  # and so for all others, since forms are alike
             raise ValueError(
                 f"Expected sites that have agreed on a design, but {list(sites)} have frames and none; begin with "
                 "sites.agree(host, sites, formula, client=…)"
@@ -140,9 +140,9 @@ class Remote:
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
             twice = {name for name, count in Counter(self.names).items() if count > 1}
-            of = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
-            why = f"Expected clients of different names, but {of} have {{}} in common; rename them"
-            asked.turn_away(of, why.format("some (the server knows which)"))  # nor does a site hear of others' clients
+            owners = [name for name, each in zip(asked.names, brings) if not twice.isdisjoint(each.clients)]
+            why = f"Expected clients with different names, but {owners} have {{}} in common; rename them"
+            asked.turn_away(owners, why.format("some (the server knows which)"))  # a site must not get others' names
             raise ValueError(why.format(sorted(twice)))
         like = frames.no_rows(brings[0].schema) if rows is None else tree.take(rows, slice(0, 0))
         if frames.described(like) != frames.described(frames.no_rows(brings[0].schema)):
@@ -173,12 +173,12 @@ class Remote:
 
     @property
     def data(self) -> FederatedData:
-        """Return not here: raises ValueError."""
+        """Raise ValueError: the rows stay at the sites."""
         raise ValueError("Expected rows in this process, but they are at the sites; ask for what can be computed there")
 
     @property
     def counts(self) -> Tensor:
-        """Return how many rows the sites say that each client has, `(K,)`."""
+        """Return the clients' row counts as reported by the sites, `(K,)`."""
         asked = self.plan.sites
         return torch.tensor([rows for name in asked.names for rows in asked.bring[name].rows])
 
@@ -190,16 +190,16 @@ class Remote:
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Return the last reason why a site did not do what it was asked, by site."""
+        """Return the last reason why a site did not answer, by site."""
         return dict(self.plan.sites.troubles)
 
     @property
     def absences(self) -> dict[str, str]:
-        """Return how often a site was late or missing, when last and why, in words, by site."""
+        """Return in words how often a site was late or missing, when last and why, by site."""
         return {name: trouble.in_words() for name, trouble in self.plan.sites.tally.items()}
 
     def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
-        """Return how many rows clients have, as their sites say; whether they are the same, these answer themselves."""
+        """Return the row counts reported by sites; whether rows have changed, each site checks itself."""
         brings = (self.plan.sites.bring[name] for name in self.plan.sites.names)
         return {"counts": torch.tensor([rows for each in brings for rows in each.rows])[:clients]}
 
@@ -208,9 +208,9 @@ class Remote:
         return RemoteClients(self.plan, algorithm, state)
 
     def finish(self, run: Any) -> None:
-        """Tell the sites that a run on this population is over, and what their clients predict with.
+        """End a run at the sites, and send them the clients' final inboxes.
 
-        With a `checkpoint` this is noted there first, and sites that are away have ten seconds to come back.
+        With a `checkpoint` this is recorded there first, and disconnected sites have ten seconds to return.
         """
         run.clients.over = True
         if self._checkpoint is not None:
@@ -219,13 +219,13 @@ class Remote:
         run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:
-        """Take what a site has told for good out of a run, and ask it no more.
+        """Remove a site's persistent contributions from a run, and ask it no more.
 
-        The total becomes that of clients which have never been asked. What the server has made of it before, and of
-        fresh messages such as gradients, is in its parameters and stays there.
+        In the total, its clients then count as if they had never been asked. The server's parameters are not changed:
+        they keep the effect of earlier totals and of other messages, such as gradients.
 
         Raises:
-            ValueError: no such site, or it has left before; or the population was made without withdrawals.
+            ValueError: no such site, it has been withdrawn before, or the population was made without withdrawals.
         """
         run.server = run.server._replace(total=tree.subtract(run.server.total, run.clients.withdraw(site)))
 
@@ -234,16 +234,16 @@ class Remote:
 
 
 def _nobody(rows: Tree) -> ClientData:
-    """Return a block of no clients, with rows like `rows` `(0, ...)`."""
+    """Return an empty block with rows like `rows` `(0, ...)`."""
     block = tree.map(lambda leaf: leaf.new_zeros(0, 1, *leaf.shape[1:]), rows)
     return ClientData(block, torch.zeros(0, dtype=torch.int64))
 
 
 def _brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brings] | None:
-    """Return what these sites have brought to a checkpoint's run, if that is over; None if they are waited for.
+    """Return the sites' clients and rows of a finished run, from its checkpoint; None if sites must connect.
 
     Raises:
-        ValueError: the file is no checkpoint.
+        ValueError: the file is not a checkpoint.
     """
     if path is None or not Path(path).exists():
         return None

@@ -1,7 +1,7 @@
-"""The server's halves of a run over sites: what it asks of them, and how their answers to a round become its result.
+"""The server's halves of a run over sites: its requests, and the result of a round from the sites' answers.
 
-The halves send and receive as any other; `Sites` drives them over streams. What sites have to know of each other before
-a round, keys and envelopes, is asked for first; a sum under masks goes on after it.
+`Sites` drives the halves over streams. Keys and envelopes, which sites need from each other, are requested before a
+round; the later phases of a masked sum follow after it.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Answer(NamedTuple):
-    """Hold a site's part of a round."""
+    """A site's answer to a round."""
 
-    ids: Tensor  # (M,) of its clients that answered
+    ids: Tensor  # (M,) its clients that answered
     info: dict[str, Tensor]  # (M,) each
     refused: dict[int, str]
-    partial: Tree  # None if none of them answered; bytes by name where the server may not read it
+    partial: Tree  # None if no client answered; bytes by name if the server may not read it
 
 
 class ServerSession:
-    """Ask sites for what a run needs, as the server of it.
+    """The server's part in a run over sites.
 
     Args:
-        plan: of the population.
+        plan: the population's plan.
         algorithm: what clients compute.
         state: one client's initial state.
-        account: of what sites have told for good, and which of them have left.
-        recording: of what sites answer.
+        account: sites' persistent contributions, and which sites have left.
+        recording: audit record of the sites' answers.
 
     Attributes:
         run: the run's identity, in hexadecimal.
-        local: clients of nobody, which know how messages look and become an aggregate.
-        message: `(0, ...)` what clients answer, before the first round None.
-        kept: the last request of each site whose answer was taken in.
-        saved: the same at the last checkpoints.
-        hidden: whether the server may not read what sites send.
-        anyway: whether sites take part that have other rows than those with which the run began there.
-        resumed: whether no round was done since the run was loaded.
+        local: an empty set of clients, for the structure and aggregation of messages.
+        message: structure `(0, ...)` of clients' messages; None before the first round.
+        kept: each site's last request whose answer was used.
+        saved: `kept` at the last checkpoints.
+        hidden: whether the server may not read messages.
+        anyway: whether sites may take part whose rows have changed since the run began there.
+        resumed: whether no round has finished since the run was loaded.
     """
 
     def __init__(
@@ -78,22 +78,22 @@ class ServerSession:
         self.plan, self.algorithm, self.account, self._recording = plan, algorithm, account, recording
         self.run, sites, self.anyway, self.resumed = secrets.token_hex(16), len(plan.sites.names), False, False
         self.hidden = plan.carry.masks is not None or plan.carry.network is not None
-        self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        self._ranges = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         self._index = {site: index for index, site in enumerate(plan.sites.names)}
-        self._all = {site: torch.arange(numbers.start, numbers.stop) for site, numbers in self._own.items()}
-        self._keyring, self._sums, self._envelopes = self._hide()
+        self._all = {site: torch.arange(numbers.start, numbers.stop) for site, numbers in self._ranges.items()}
+        self._keyring, self._sums, self._envelopes = self._hidden_transport()
         at_server = algorithm
-        if self.hidden:  # what comes of it are aggregates
+        if self.hidden:  # hidden messages arrive as finished aggregates
             at_server = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
         self.local = LocalClients(at_server, state, plan.names, [(_NOBODY, plan.nobody)], len(plan.names), None)
         self.message: Tree = None
         self._looks = AnswerLooks(algorithm.exchange)
-        self._directory, self._speakers = b"", list[str]()
+        self._directory, self._senders = b"", list[str]()
         self.kept = [0] * sites
         self.saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
 
-    def _hide(self) -> tuple[Keyring | None, Sums | None, Envelopes | None]:
-        """Make what passes on messages that the server may not read, if the run has some."""
+    def _hidden_transport(self) -> tuple[Keyring | None, Sums | None, Envelopes | None]:
+        """Return (keyring, masked sums, envelopes), each None if the run does not need it."""
         plan, carry = self.plan, self.plan.carry
         carry.check(len(plan.names))
         if not self.hidden:
@@ -101,16 +101,16 @@ class ServerSession:
         least = 2 if carry.masks is None else carry.masks.sites
         if plan.roster is None or len(plan.sites.names) < least:
             raise ValueError(
-                f"Expected roster=identity.sign_roster(authority, roster) and at least {least} sites, which "
-                f"believe each other's keys by it, but got {len(plan.sites.names)} sites and "
+                "Expected roster=identity.sign_roster(authority, roster), by which sites verify each other's keys, and "
+                f"at least {least} sites, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
         carry.check(len(plan.names), len(plan.sites.names))
         wait, number = self.wait, plan.sites.next_sequence
-        keyring = Keyring(plan.roster, self._own, plan.rotate, wait, number)
+        keyring = Keyring(plan.roster, self._ranges, plan.rotate, wait, number)
         if carry.masks is None:
             return keyring, None, Envelopes(lambda site, number: self.request("envelopes", site, number), wait, number)
-        return keyring, Sums(carry.masks, keyring, self._own, wait, number, plan.lost), None
+        return keyring, Sums(carry.masks, keyring, self._ranges, wait, number, plan.lost), None
 
     # -- a round ---------------------------------------------------------------------------------------------------
 
@@ -138,9 +138,9 @@ class ServerSession:
         self._check_quorum(received.messages, missing, len(asked))
         about_sum = b"" if self._sums is None else name_of_sum(start, turn)
         wanted = Asked(number, self.least(len(asked)), start, about_sum, missing)
-        aggregate, answers = yield from self._meet(received.messages, wanted)
-        if fell := [site for site in received.messages if site not in answers]:
-            out = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in fell}
+        aggregate, answers = yield from self._aggregate(received.messages, wanted)
+        if dropped := [site for site in received.messages if site not in answers]:
+            out = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in dropped}
             self._recording.left_out(self.run, out)
             missing = {**out, **missing}
         if self.plan.record is not None:
@@ -156,74 +156,74 @@ class ServerSession:
             info,
             bytes_up=0,
             bytes_down=0,
-            commit=lambda: self._keep(answers, number),
+            commit=lambda: self._commit(answers, number),
             refused={client: field for answer in answers.values() for client, field in answer.refused.items()},
             away=self._asked_of(away, cohort, lost),
             late=self._asked_of(late, cohort, lost),
         )
 
-    def _meet(self, answers: dict[str, Answer], wanted: Asked) -> Half:
+    def _aggregate(self, answers: dict[str, Answer], wanted: Asked) -> Half:
         """Return (the aggregate, the answers that are in it)."""
         partials = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
         exchange = self.algorithm.exchange
         if not partials:
             return None, answers
         if self._sums is not None:
-            first = {site: said.get("said", b"") for site, said in partials.items()}
+            first = {site: blobs.get("said", b"") for site, blobs in partials.items()}
             wanted = wanted._replace(least=wanted.least - len(answers) + len(partials))  # others have nothing to add
-            made, there = yield from self.add_up(first, self.message, wanted)
-            answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
+            total, included = yield from self.add_up(first, self.message, wanted)
+            answers = {site: answer for site, answer in answers.items() if site in included or answer.partial is None}
         elif self._envelopes is not None:
-            made = exchange.finish(exchange.gather(self.message, _NOBODY))  # of what neighbours hear, nothing
+            total = exchange.finish(exchange.gather(self.message, _NOBODY))  # empty: only neighbours get messages
         else:
-            made = exchange.merge(list(partials.values()))
-        return self.local.finish(made, self.message), answers
+            total = exchange.merge(list(partials.values()))
+        return self.local.finish(total, self.message), answers
 
     def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
         if len(answers) < (least := self.least(asked)):
             raise RuntimeError(
                 f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "
-                f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
+                f"{reasons(missing)}; the round was discarded: repeat it by run.step(), or lower quorum"
             )
 
     def _check_resumed(self, missing: Mapping[str, str]) -> None:
-        """Refuse to go on with a run without sites whose rows are others; one that has gone on leaves them out."""
+        """Refuse to resume a run if rows at a site have changed; later rounds leave such sites out."""
         other = [site for site, why in missing.items() if why == OTHER_ROWS]
         if self.resumed and other:
             raise ValueError(
-                f"Expected a checkpoint of a run on the rows that sites have, but those of {other} are others now; "
-                f"nothing of the round was kept; pass {checkpoint.ANYWAY}"
+                f"Expected a checkpoint of a run on the rows that sites have, but those of {other} have changed since; "
+                f"the round was discarded; pass {checkpoint.ANYWAY}"
             )
 
     def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
-        """Return the clients of some sites that were asked, but for those whose messages are lost in any case."""
+        """Return the clients of some sites that were asked, without those whose messages are lost anyway."""
         every = [self.of_site(site, cohort) for site in sites]
         ids = torch.cat(every) if every else _NOBODY
         return ids if lost is None else ids[~torch.isin(ids, lost)]
 
-    def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
+    def _commit(self, answers: Mapping[str, Answer], number: int) -> None:
         self.resumed = False
         for index, site in enumerate(self.plan.sites.names):
             if site in answers:
                 self.kept[index], partial = number, answers[site].partial
                 if self._envelopes is not None and partial is not None:
                     self._envelopes.keep({site: partial})
-                tells = partial is not None and self.algorithm.told is not None
-                if self.plan.withdrawals and not self.hidden and tells:
+                contributes = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and not self.hidden and contributes:
                     self.account.add(index, partial.told.value)
 
-    # -- what sites answer -----------------------------------------------------------------------------------------
+    # -- answers ---------------------------------------------------------------------------------------------------
 
     def read(self, site: str, frame: Frame) -> Answer:
-        """Read an answer to a round; raise `PayloadError` for something else."""
-        own = self._own[site]
-        look = self._looks.of(frame, self.message, len(own), self.hidden)
+        """Read an answer to a round; raise `PayloadError` for anything else."""
+        numbers = self._ranges[site]
+        look = self._looks.of(frame, self.message, len(numbers), self.hidden)
         came = frame.tree(look.like, finite=False)
         self.local.noted.update(dict.fromkeys(came["info"]))
         ids = self._all[site] if look.everybody else came["ids"]
         clients = [] if look.everybody and not look.refused else [*ids.tolist(), *look.refused]
-        if any(client not in own for client in clients) or len(set(clients)) != len(clients):
-            raise frame.refused(f"different clients from {own.start} to {own.stop - 1}", clients)
+        if any(client not in numbers for client in clients) or len(set(clients)) != len(clients):
+            raise frame.refused(f"different clients from {numbers.start} to {numbers.stop - 1}", clients)
         partial = came["partial"]
         if self.hidden:
             return Answer(ids, came["info"], look.refused, frames.plain(partial) if look.clients else None)
@@ -236,109 +236,109 @@ class ServerSession:
         return Answer(ids, came["info"], look.refused, partial)
 
     def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
-        """Refuse messages that count for less than nothing, or for more rows than the site says its clients have."""
+        """Refuse negative weights, and weights above the rows that the site has reported for its clients."""
         every = weights(partial)
         if any(float(weight) < 0 if weight.ndim == 0 else bool((weight < 0).any()) for weight in every):
-            raise frame.refused("weights of at least 0", "negative ones")
+            raise frame.refused("weights of at least 0", "negative weights")
         if self.algorithm.weight is not rows_weight:
             return
         rows = sum(self._rows_of(site, ids))
         for weight in every:
             if (total := float(weight if weight.ndim == 0 else weight.sum())) > rows:
-                raise frame.refused(f"the weight of {rows} rows, which the site says it has", total)
+                raise frame.refused(f"a weight of at most {rows}, the rows that the site has reported", total)
 
     def _rows_of(self, site: str, ids: Tensor) -> Iterable[int]:
-        """Return how many rows a site says that clients of it have, those of all where some are told their mean."""
-        brings, first = self.plan.sites.bring[site], self._own[site].start
-        rows = brings.rows
-        return rows if ids is self._all[site] or brings.joined else [rows[client - first] for client in ids.tolist()]
+        """Return the reported row counts of some clients; those of all the site's clients if some are a mean."""
+        site_data, first = self.plan.sites.bring[site], self._ranges[site].start
+        rows = site_data.rows
+        return rows if ids is self._all[site] or site_data.joined else [rows[k - first] for k in ids.tolist()]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def prepare(self, asked: list[str], start: bytes = b"") -> Half:
-        """See to keys and envelopes, neighbours' envelopes of all; return why sites are not to be asked."""
+        """Collect keys, and all sites' envelopes if there are any; return reasons by site not to ask it."""
         if self._keyring is None:
             return {}
         sites = asked if self._envelopes is None else self.members()
         out = {} if self._sums is None else self._sums.left_out(sites, start)
         missing = yield from self._keyring.gather([site for site in sites if site not in out], self.run)
         missing = {**out, **missing}
-        self._speakers = [site for site in self._own if site in sites and site not in missing]
-        self._directory = self._keyring.directory(self._speakers if self._envelopes is None else self._own)
+        self._senders = [site for site in self._ranges if site in sites and site not in missing]
+        self._directory = self._keyring.directory(self._senders if self._envelopes is None else self._ranges)
         if self._envelopes is not None:
             yield from self._envelopes.gather([site for site in sites if site not in missing], self._directory)
         self.plan.sites.troubles.update(missing)
         return missing
 
     def request(
-        self, kind: str, site: str, number: int, heard: frames.Inboxes | None = None, more: Tree = None, **about: Any
+        self, kind: str, site: str, number: int, inboxes: frames.Inboxes | None = None, more: Tree = None, **about: Any
     ) -> Send:
-        """Make a request of this number to a site: its clients' inboxes, tensors beside them, and what is passed on."""
+        """Return a request to a site: its clients' inboxes, other tensors, the key directory and envelopes."""
         index = self._index[site]
         keep = sorted({saved[index] for saved in self.saved})
         about = {**about, "run": self.run, "sequence": number, "kept": self.kept[index], "keep": keep}
         blobs = {} if self._keyring is None else {DIRECTORY: self._directory}
         blobs |= {} if self._envelopes is None else self._envelopes.to(site)
-        if heard is None:
+        if inboxes is None:
             return Send(site, frames.encode_blobs(kind, blobs, **about), sequence=number)
         tensors, sizes = frames.coded(blobs)
-        everybody = heard.ids is self._all[site]
-        frame = frames.encode_inboxes(kind, heard, {"more": more, "blobs": tensors}, everybody, sizes=sizes, **about)
+        everybody = inboxes.ids is self._all[site]
+        frame = frames.encode_inboxes(kind, inboxes, {"more": more, "blobs": tensors}, everybody, sizes=sizes, **about)
         return Send(site, frame, sequence=number)
 
     def inboxes(self, outbox: Tree, ids: Tensor) -> frames.Inboxes:
-        """Return what clients of a site hear, where that is not made there of envelopes."""
+        """Return the inboxes of a site's clients; without content if the site builds them from envelopes."""
         if self._envelopes is not None:
             return frames.Inboxes(ids, None)
         return frames.Inboxes(ids, self.algorithm.exchange.scatter(outbox, frames.consecutive(ids)))
 
     def wait(self, sites: Iterable[str], read: Callable[[str, Frame], Any]) -> Receive:
-        """Return the step that waits for the answers of sites, for those of the quorum also where they are away."""
+        """Return the step that waits for sites' answers, at least for a quorum even if sites are disconnected."""
         names = tuple(sites)
         return Receive(names, frames.reading(read), least=self.least(len(names)), seconds=self.plan.seconds)
 
     def least(self, asked: int) -> int:
-        """Return how many of the sites that are asked have to answer."""
+        """Return the number of answers that the quorum needs from `asked` sites."""
         return math.ceil(self.plan.quorum * asked)
 
     def members(self) -> list[str]:
-        """Return the sites that have not left."""
+        """Return the sites that have not been withdrawn."""
         return [site for site, left in zip(self.plan.sites.names, self.account.left.tolist()) if not left]
 
     def of_site(self, site: str, ids: Tensor | None = None) -> Tensor:
-        """Return those of `ids`, None for all, that are at a site."""
-        numbers = self._own[site]
+        """Return the clients of a site among `ids`; all of them if `ids` is None."""
+        numbers = self._ranges[site]
         if ids is None:
             return self._all[site]
         return ids[(ids >= numbers.start) & (ids < numbers.stop)] if len(ids) else ids
 
     def add_up(self, first: Mapping[str, bytes], message: Tree, wanted: Asked) -> Half:
-        """Return (the sum under masks of messages like `message`, the sites in it), of those that were prepared."""
+        """Return (the masked sum of messages like `message`, the sites in it), over the sites of `prepare`."""
         assert self._sums is not None
-        return self._sums.add_up(self._speakers, first, self.run, message, wanted)
+        return self._sums.add_up(self._senders, first, self.run, message, wanted)
 
     def forget(self) -> None:
-        """Go back to another round, maybe of another run; sites have to announce keys and write envelopes anew."""
+        """Discard keys and envelopes, for another round or run: sites then send new ones."""
         if self._keyring is not None:
             self._keyring.forget()
         if self._envelopes is not None:
             self._envelopes.forget()
 
     def described(self) -> dict[str, Any]:
-        """Return what sites are to run."""
+        """Return the algorithm, settings and fingerprint that sites run."""
         plan = self.plan
         compared = fingerprint(self.algorithm, plan.carry)
         return {"algorithm": plan.algorithm, "settings": plan.settings, "fingerprint": compared}
 
     def begin(self, site: str) -> bytes:
-        """Make the frame that begins the run at a site."""
+        """Return the frame that begins the run at a site."""
         about = {
             "run": self.run,
             **self.described(),
             "clients": len(self.plan.names),
             **({"anyway": True} if self.anyway else {}),
-            "first": self._own[site].start,
+            "first": self._ranges[site].start,
         }
-        own = slice(self._own[site].start, self._own[site].stop)
-        tensors = {"state": self.local.table.initial, "names": numbers(self.plan.names)[own]}
+        place = slice(self._ranges[site].start, self._ranges[site].stop)
+        tensors = {"state": self.local.table.initial, "names": numbers(self.plan.names)[place]}
         return self._recording.begin(site, about, tensors)

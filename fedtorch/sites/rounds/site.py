@@ -1,6 +1,6 @@
-"""Run a site: connect, say what it brings, and answer until the server says that the run is over.
+"""Run a site: connect, announce its clients, and answer requests until the server ends the run.
 
-A site whose connection breaks connects again; one that is killed and started anew goes on from its own files.
+A site reconnects when its connection breaks; one that was killed resumes from its own files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from fedtorch.sites.streams.hub import Link
 from fedtorch.sites.streams.timeout import Timeout
 from fedtorch.wire import PayloadError
 
-TIMEOUT = 600.0  # seconds without a word from the server
-_LONGEST = 1.0  # seconds that a site waits for its turn: one that is slow, or hangs, holds up no others for good
+TIMEOUT = 600.0  # seconds without a frame from the server
+_LONGEST = 1.0  # seconds that a site waits for its turn, so that a slow or hanging site does not block the others
 _LOG = logging.getLogger(__name__)
 
 
@@ -57,25 +57,23 @@ def join(
     record: AuditRecord | None = None,
     ask: Callable[[str], bool] | None = None,
 ) -> SiteSession:
-    """Take part in what a server asks, until it says that a run is over; return the site's part in it.
+    """Answer a server's requests until it ends a run; return the site's part in the run.
 
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
-        configuration: what the site brings.
-        folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
-            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its policy says
-            otherwise.
-        identity: of the site, with which it signs the keys of sums under masks and of sealed envelopes; without one it
-            refuses them.
-        timeout: the longest time without a word from the server, in seconds.
-        record: what the site is asked and what it answers is appended to it; what cannot be recorded is not answered.
-        ask: shows a text, of what leaves in a run or for a formula, and returns whether the site's people want that.
-            Nothing is answered before; a server that waits for it has the site as late, and hears of a no.
+        configuration: the site's clients, algorithms and policy.
+        folder: stores clients' states and the record of masked sums, see `past_sums`. Without a folder the site cannot
+            resume after it was killed, and refuses masked sums unless its policy has `remember_sums=False`.
+        identity: signs the site's keys for masked sums and sealed envelopes; without one the site refuses both.
+        timeout: longest time without a frame from the server, in seconds.
+        record: log of requests and answers; what cannot be recorded is not answered.
+        ask: shows a text about what leaves in a run or for a formula, and returns whether a person at the site agrees.
+            The site answers only afterwards; meanwhile a waiting server counts it as late. A refusal is sent to it.
 
     Raises:
-        PermissionError: the server does not let the site take part, and says why.
-        TimeoutError: the server was silent, or not there, for longer than the timeout.
-        FileExistsError: another process works in the folder.
+        PermissionError: the server does not admit the site; the message gives its reason.
+        TimeoutError: the server was silent or unreachable for longer than the timeout.
+        FileExistsError: another process uses the folder.
     """
     with alone_in(folder):
         site = Site(configuration, None if folder is None else Path(folder), identity, record, ask)
@@ -87,19 +85,19 @@ def join(
 def deliver(
     configuration: SiteConfiguration, folder: Path | str, opens: bool, payloads: Sequence[bytes]
 ) -> tuple[list[bytes], SiteSession | None]:
-    """Answer for a site whose process ends after every delivery of frames: all that it is lies in its folder.
+    """Answer frames in a process that ends after every delivery, so that all of the site's state is in its folder.
 
     Args:
-        configuration: what the site brings.
-        folder: where the site keeps its clients' states, and the frame that began the run.
+        configuration: the site's clients, algorithms and policy.
+        folder: stores clients' states and the frame that began the run.
         opens: whether these are the first frames of a stream.
-        payloads: frames of the server, in their order.
+        payloads: the server's frames in order.
 
     Returns:
-        (frames for the server, the site's part in the run if it is over now).
+        (frames for the server, the site's part in the run if that is over, else None).
 
     Raises:
-        FileExistsError: another process works in the folder.
+        FileExistsError: another process uses the folder.
 
     Example:
         >>> import tempfile, torch, fedtorch as ft
@@ -115,7 +113,7 @@ def deliver(
     """
     with alone_in(folder):
         site, began = Site(configuration, Path(folder)), Path(folder) / "began.safetensors"
-        said = [site.hello()] if opens else []
+        answers = [site.hello()] if opens else []
         with released(site.watch):
             if began.exists():
                 site.answer(bytes(checkpoint.read(began)["frame"].numpy()))
@@ -124,33 +122,33 @@ def deliver(
                 answer = site.answer(payload)
                 site.tidy()
                 if answer is not None:
-                    said.append(answer)
+                    answers.append(answer)
                 if site.begun is not None and site.begun != before:
                     frame = torch.frombuffer(bytearray(site.begun), dtype=torch.uint8)
                     checkpoint.write(began, {"frame": frame}, private=True)
         if site.ended is not None:
             began.unlink(missing_ok=True)
-        return said, site.ended
+        return answers, site.ended
 
 
 def _join(dial: Callable[[], Link], site: Site, timeout: Timeout) -> SiteSession:
-    """Connect, again and again, until the site's part is over."""
+    """Connect, and reconnect after failures, until the site's part is over."""
     while True:
         try:
             link = dial()
             try:
                 site.recording.connected()
-                return drive(site.half(), partial(_say, link), partial(_next, link, site, timeout.seconds))
+                return drive(site.half(), partial(_send, link), partial(_next, link, site, timeout.seconds))
             finally:
                 timeout.heard(link.heard)
                 link.close()
         except (ConnectionError, TimeoutError) as error:
-            _LOG.warning("no server, connecting again: %s", error)
+            _LOG.warning("server not reachable, connecting again: %s", error)
             timeout.again(error)
 
 
 def _next(link: Link, site: Site, seconds: float, wanted: Receive) -> bytes:
-    """Return the server's next frame; where it has said that its run is without this site, however late that comes."""
+    """Return the server's next frame; without a time limit if the server's run does not include this site."""
     while True:
         try:
             return link.receive(seconds if wanted.seconds is None else wanted.seconds)
@@ -159,8 +157,8 @@ def _next(link: Link, site: Site, seconds: float, wanted: Receive) -> bytes:
                 raise
 
 
-def _say(link: Link, step: Send) -> None:
-    """Send a frame; a server that does not take it is one that is lost."""
+def _send(link: Link, step: Send) -> None:
+    """Send a frame; a timeout counts as a lost connection."""
     try:
         link.send(encode(step))
     except TimeoutError as error:
@@ -168,21 +166,21 @@ def _say(link: Link, step: Send) -> None:
 
 
 class Site:
-    """A site's side of the conversation, whatever carries it.
+    """A site's half of the protocol, independent of the transport.
 
     Args:
-        configuration: what the site brings.
-        folder: where its states are kept, None for nowhere.
-        identity: of the site, None where it signs nothing.
-        record: what it is asked and answers, None for nowhere.
-        ask: its people, see `join`; None where nobody is.
+        configuration: the site's clients, algorithms and policy.
+        folder: stores its states; None to store none.
+        identity: signs the site's keys; None if it signs nothing.
+        record: log of requests and answers; None for no log.
+        ask: asks a person at the site, see `join`; None to ask nobody.
 
     Attributes:
-        ended: the site's part in the run that is over, None before.
-        begun: the frame that began the run in which it takes part, or would not.
-        unlisted: whether the server has said that its run is without this site.
-        log: lines about what it does.
-        watch: over its policy.
+        ended: the site's part in the finished run; None before.
+        begun: the frame that began the last run, whether the site accepted or refused it.
+        unlisted: whether the server's run does not include this site.
+        log: log messages about the site's work.
+        watch: enforces the policy.
     """
 
     def __init__(
@@ -206,38 +204,39 @@ class Site:
         self.begun: bytes | None = None
         self.unlisted = False
         self._session: SiteSession | None = None
-        self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
-        self._why: str | None = None  # the last run was refused, None if none was begun
+        self._known: SiteSession | None = None  # last accepted session, even if the server has since begun another run
+        self._why: str | None = None  # reason for refusing the last run; None if no run has been begun
 
     def _in_order(self, configuration: SiteConfiguration) -> SiteConfiguration:
-        """Return the configuration with the clients in an order that tells nothing of rows.
+        """Return the configuration with its clients in an order that discloses nothing about rows.
 
-        Clients are numbered, and all that is said of each of them leaves, in one order. That of a frame is the order of
-        its rows, which may be sorted by a patient's number or by an age. So clients of a frame stand in the order of
-        their names, as they are told, and so do all clients of a site that tells pseudonyms. Where the policy does not
-        count rows, and where a site brings clients whose names it tells, they stand as the site has them.
+        The server numbers clients in the order in which the site lists them. In a frame this is the order of its rows,
+        which may be sorted by a patient's number or age. So clients of a frame, and clients with pseudonyms, are sorted
+        by the names that the server gets. The site's own order remains if the policy has a minimum of one, or if the
+        site has no frame and sends its clients' own names.
         """
         names = configuration.data.names
-        told = self._names.told(names, _is_joined(configuration))
-        if configuration.policy.minimum == 1 or (told == names and configuration.frame is None):
+        aliases = self._names.aliases(names, _is_joined(configuration))
+        if configuration.policy.minimum == 1 or (aliases == names and configuration.frame is None):
             return configuration
-        ids = sorted(range(len(told)), key=told.__getitem__)
+        ids = sorted(range(len(aliases)), key=aliases.__getitem__)
         held_out = None if configuration.validation is None else configuration.validation.select(ids)
         return replace(configuration, data=configuration.data.select(ids), validation=held_out)
 
     def hello(self, again: bool = False) -> bytes:
-        """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
+        """Return the first frame of a stream, which announces the site; `again` repeats it on an open stream."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        rows, joined = behind(self.configuration).counts_told(), _is_joined(self.configuration)
-        if data.design is None and self.configuration.missing == "drop":  # else their number would be those left out
+        rows, joined = behind(self.configuration).reported_counts(), _is_joined(self.configuration)
+        # A later, smaller count would disclose how many rows were left out for missing cells.
+        if data.design is None and self.configuration.missing == "drop":
             rows = [0] * len(data)
-        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows, "schema": schema}
+        about = {"clients": list(self._names.aliases(data.names, joined)), "rows": rows, "schema": schema}
         about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 
     def half(self, server: Name = 0) -> Half:
-        """Say who is here, and answer the server's frames until its run is over; return the site's part in it."""
+        """Announce the site, and answer the server's frames until the run is over; return the site's part in it."""
         yield Send(server, self.hello())
         self.log.connected(len(self.configuration.data), int(self.configuration.data.counts.sum()))
         while self.ended is None:
@@ -248,7 +247,7 @@ class Site:
         return self.ended
 
     def tidy(self) -> None:
-        """Forget what the server does not go back to; to be called when an answer has left."""
+        """Delete versions of states that the server does not need any more; call this once an answer has been sent."""
         if self._session is not None:
             try:
                 self._session.forget()
@@ -256,7 +255,7 @@ class Site:
                 _LOG.exception("old states could not be deleted")
 
     def answer(self, payload: bytes) -> bytes | None:
-        """Answer a frame of the server; None for nothing."""
+        """Return the answer to a frame of the server; None if it needs no answer."""
         sequence = 0
         try:
             frame = frames.read(payload, "the server")
@@ -277,7 +276,7 @@ class Site:
             return self._refuse(payload, sequence, str(error))
         except PayloadError as error:
             return self._refuse(payload, sequence, f"the site does not understand: {error}")
-        except Exception as error:  # whatever happens here, the server hears no more of it than its kind
+        except Exception as error:  # the server gets only the error's kind, because messages may quote rows
             _LOG.exception("this site could not answer")
             self.watch.failed()
             return self._refuse(payload, sequence, without_rows(error, "the site failed with "))
@@ -295,15 +294,15 @@ class Site:
                 if before is not None:
                     check_name(str(before.about["algorithm"]), frame.text("algorithm"))
                 self.watch.check_failed()
-                own = (self.folder, self._identity, self._past, versions, self._names)
+                stored = (self.folder, self._identity, self._past, versions, self._names)
                 approve = partial(self._approve, frame)
-                session = SiteSession(self.configuration, self.watch, frame, *own, approve=approve)
+                session = SiteSession(self.configuration, self.watch, frame, *stored, approve=approve)
                 self.recording.begin(frame, server, None)
                 self._session = self._known = session
                 self.log.begun(frame, session.first, len(self.configuration.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
-                _LOG.error("refused a run: %s", error)
+                _LOG.error("refused to begin a run: %s", error)
             except Exception as error:
                 self._why = f"the site could not begin: {without_rows(error)}"
                 self.watch.failed()
@@ -313,7 +312,7 @@ class Site:
                 self.recording.begin(frame, server, self._why)
 
     def _approve(self, frame: Frame, session: SiteSession) -> None:
-        """Ask the site's people about a run."""
+        """Ask a person at the site about a run; raise `Refusal` if they decline."""
         if self._consent.is_asked:
             clients = clients_of(frame, session.first, len(self.configuration.data))
             about = (session.run, frame.text("algorithm"), frame.names("settings"), clients)
@@ -328,11 +327,11 @@ class Site:
             self.configuration = self._frame.configuration
             return answer
         if self._session is None and self._why is None:
-            return None  # the server has not heard this process's hello yet, and will ask again
+            return None  # the server has not received this process's hello yet, and will ask again
         if self._session is None or self._session.run != run_of(frame):
             raise Refusal(self._why if self._session is None and self._why else "the site has begun another run")
         session = self._session
-        within = {"keys": session.keys, "phase": session.phase}  # a round, of which the server does not know yet
+        within = {"keys": session.keys, "phase": session.phase}  # parts of an unfinished round: no version to restore
         if frame.kind in within:
             return within[frame.kind](frame)
         answers: dict[str, Callable[[Frame], bytes]] = {
@@ -352,11 +351,11 @@ class Site:
         return answer
 
     def _budget(self) -> Budget | None:
-        """Return the budget of the algorithm that is run now."""
+        """Return the privacy budget of the current run's algorithm."""
         return None if self._session is None else self._session.algorithm.budget
 
     def _leaves(self) -> list[Field]:
-        """Return what leaves the site in rounds of the run that it is in."""
+        """Return the fields that have left the site in the current run."""
         return [] if self._session is None else self._session.leaves
 
     def _end(self, frame: Frame) -> None:
@@ -375,17 +374,17 @@ class Site:
 
 
 def _is_joined(configuration: SiteConfiguration) -> bool:
-    """Return whether a client has so few rows that clients are told pseudonyms and counts that are a mean."""
+    """Return whether some client has too few rows, so that the server gets pseudonyms and mean row counts."""
     rows = behind(configuration)
     return len(rows.few(rows.everybody)) > 0
 
 
 class Turns:
-    """Let so many threads work at once, and each of the others after a second at the latest.
+    """A semaphore for threads that compute; a thread that has waited a second goes ahead without it.
 
-    Every operation of torch lets other threads run and then waits for its turn again. Where many threads compute, each
-    of these turns is a switch between threads, and all of them together take several times as long as one after the
-    other. So of the sites of one process as many work at once as it has processors; the threads of the others sleep.
+    Every operation of torch releases the interpreter's lock and takes it again. With many threads each of these is a
+    switch between threads, and together they take several times as long as one after the other. So of the sites of a
+    process only as many work at once as it has processors; the threads of the others sleep.
 
     >>> turns = Turns(at_once=1)
     >>> with turns.taken():
@@ -398,12 +397,12 @@ class Turns:
         self.renew()
 
     def renew(self) -> None:
-        """Have all turns free, as in a process that was forked: the threads that work are not in it."""
+        """Free all turns, for a forked process, in which the threads that hold turns do not exist."""
         self._free = threading.Semaphore(self._at_once)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Wait for a turn, and have it until the end of the block."""
+        """Wait for a turn, and hold it until the end of the block."""
         self._take()
         try:
             yield
@@ -437,7 +436,7 @@ class Turns:
             free.release()
 
 
-TURNS = Turns(os.cpu_count() or 1)  # of the sites of this process
+TURNS = Turns(os.cpu_count() or 1)  # shared by the sites of this process
 
 
 def _while_others_work(ask: Ask, shown: str) -> bool:

@@ -1,7 +1,7 @@
-"""The sites as their server meets them: who is here, what they bring, and the driver of the server's halves.
+"""The server's view of its sites: who is connected, their clients and rows, and the driver of the server's halves.
 
-A site may be away, come back, answer late or answer anything. The driver asks all sites of a `Receive` at once, again
-where one connects anew, and goes on when as many have answered as the half says, or its time is up.
+A site may disconnect, reconnect, answer late or send anything. The driver asks all sites of a `Receive` at once, asks
+again after a reconnect, and continues when enough sites have answered or the time is up.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from fedtorch.wire import PayloadError
 _LOG = logging.getLogger(__name__)
 _MOST_STRAYS = 100
 LATE = "it is late"
-_LOOK = 0.25  # seconds after which it is seen that a site has gone
+_LOOK = 0.25  # seconds between checks for sites that have disconnected
 
 
 Begin = Callable[[str], bytes]
 
 
 class Brings(NamedTuple):
-    """Holds what a site has said that it brings."""
+    """A site's clients and rows, as it has announced them."""
 
     clients: tuple[str, ...]
-    rows: tuple[int, ...]  # zeros where some are left out that lack a cell, before it is known of which columns
-    schema: Any  # of its rows, as JSON
-    design: str | None = None  # a digest of that by which its frame's rows are made, empty before; None for no frame
-    joined: bool = False  # whether clients of few rows are said to have as many as these have on average
-    missing: str = ""  # what it does with missing cells of its frame: "refuse", "drop" or "impute"
+    rows: tuple[int, ...]  # row counts; zeros if rows with missing cells are dropped and the columns are not known yet
+    schema: Any  # structure of its rows, as JSON
+    design: str | None = None  # digest of the design of its frame's rows, "" before there is one; None without a frame
+    joined: bool = False  # whether clients with few rows report their mean count
+    missing: str = ""  # treatment of missing cells in its frame: "refuse", "drop" or "impute"
 
     @property
     def keeps_missing(self) -> bool:
-        """Return whether rows of a frame keep their missing cells, with a mask that says which they are."""
+        """Return whether rows of a frame keep their missing cells, marked by a mask."""
         fields = self.schema.get("fields") if isinstance(self.schema, dict) else None
         masked = isinstance(fields, list) and len(fields) == 2 and fields[1].get("dtype") == "bool"
         return self.design is not None and masked
 
     @property
     def form(self) -> str:
-        """Return in words what rows it brings: where these differ, sites are in no run together."""
+        """Return the form of its rows in words; sites with different forms cannot share a run."""
         if self.design is None:
             return f"rows like {self.schema}"
         if not self.design:
-            return "a frame, of which no rows are made yet"
+            return "a frame without a design yet"
         cells = "kept missing cells" if self.keeps_missing else "complete rows"
         return f"{cells} by the design {self.design[:8]}"
 
 
 class Question:
-    """Hold what some sites are asked, and what they have answered so far.
+    """Requests to some sites, and their answers so far.
 
     Args:
-        run: the identity of the run.
-        begin: site -> the frame that begins the run there; None where there is none.
-        requests: by site, all of one number.
-        wanted: how the answers are read, how many are waited for, and how long.
+        run: identity of the run.
+        begin: site -> the frame that begins the run there; None if there is none.
+        requests: requests by site, all with one number.
+        wanted: how to read answers, how many to wait for, and for how long.
 
     Attributes:
-        asked: the sites that have the request on their stream.
-        waiting: the sites that have neither answered nor refused, in their order.
-        heard: their answers, in the order in which they came, and why others have none.
-        bytes_up: of the answers that were taken.
+        asked: sites that have been sent the request on their current stream.
+        waiting: sites that have neither answered nor refused, in order.
+        heard: answers in order of arrival, and reasons why others have none.
+        bytes_up: bytes of the answers that were used.
     """
 
     def __init__(self, run: str, begin: Begin | None, requests: Mapping[str, Send], wanted: Receive) -> None:
@@ -89,7 +89,7 @@ class Question:
         return sum(len(request.message) for request in self.requests.values())
 
     def hear(self, frame: Frame) -> None:
-        """Take in a site's frame, if it belongs to the question."""
+        """Process a site's frame, if it belongs to the question."""
         name = frame.sender
         if frame.kind == "hello":
             self.asked.discard(name)
@@ -101,7 +101,7 @@ class Question:
             self.bytes_up += len(frame.payload) * (name in self.heard.messages)
 
     def end(self, gone: Mapping[str, str]) -> Heard:
-        """Return all that was heard, in the order of the sites; `gone` are those not waited for any more, and why."""
+        """Return all answers in the order of the sites; `gone` gives reasons for those not waited for any more."""
         messages, missing = self.heard
         return Heard({name: messages[name] for name in self.requests if name in messages}, {**missing, **gone})
 
@@ -110,21 +110,21 @@ Ask = Callable[[Question], Heard]
 
 
 class Sites:
-    """Some sites of a hub, in an order that is theirs for good.
+    """Sites of a hub, in a fixed order.
 
     Args:
-        host: over which they come.
-        names: of the sites, as their certificates call them.
-        agreed: how many rows a site may have at most, by name, where that was agreed.
-        alike: whether all have to bring rows of one kind, as they do not before they agree on a design.
+        host: the hub to which they connect.
+        names: names of the sites, as in their certificates.
+        agreed: most rows that a site may have, by name, if that was agreed.
+        alike: whether all sites must have rows of one form; not before they agree on a design.
 
     Attributes:
-        bring: what each brings, once it has been here.
-        met: whether all have been here, so that what they bring stays as it is.
-        troubles: the last reason why a site did not do what it was asked.
-        tally: how often, and when last.
-        on_look: called whenever a site is waited for, and once for each frame.
-        on_drop: told of every site that is disconnected, and why.
+        bring: clients and rows of each site that has announced itself.
+        met: whether all sites have announced themselves; after that, clients and rows must not change.
+        troubles: last reason why a site did not answer, by site.
+        tally: how often that happened, and when last, by site.
+        on_look: called during every wait, and for each frame.
+        on_drop: called with the name of every disconnected site and the reason.
     """
 
     def __init__(
@@ -137,32 +137,32 @@ class Sites:
         self.tally: dict[str, Trouble] = {}
         self.on_look: Callable[[], None] = lambda: None
         self.on_drop: Callable[[str, str], None] = lambda name, reason: None
-        self._dropped: dict[str, str] = {}  # why sites were disconnected that have not come back
-        self._begun: dict[str, str] = {}  # the run that a site's stream has begun
-        self._here: set[str] = set()  # sites whose stream has said hello
-        self._owes: dict[str, int] = {}  # the request that a site has not answered yet: it gets no other meanwhile
-        self._strays: Counter[str] = Counter()  # frames on a site's stream that nobody asked for
-        self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
+        self._dropped: dict[str, str] = {}  # why sites were disconnected that have not reconnected
+        self._begun: dict[str, str] = {}  # the run begun on a site's stream
+        self._here: set[str] = set()  # sites whose stream has sent hello
+        self._owes: dict[str, int] = {}  # a site's unanswered request: meanwhile it gets no other
+        self._strays: Counter[str] = Counter()  # unrequested frames on a site's stream
+        self._sequence = secrets.randbits(61)  # a random start, so that numbers are not reused after a restart
 
     def meet(self, seconds: float, least: int | None = None) -> None:
-        """Wait until every site has been here; what each says last counts as long as others are waited for.
+        """Wait until every site has announced itself; a site's last announcement counts.
 
         Args:
             seconds: the longest wait.
             least: so many sites are enough when it is over; None for all.
 
         Raises:
-            TimeoutError: some were not in time, and too many; the message names them.
-            ValueError: all are here, and do not bring rows of one kind. The message names those that differ from more
-                than half of them, or else says who has what; these hear it, and wait for another meeting.
+            TimeoutError: fewer sites than wanted came in time; the message names the missing ones.
+            ValueError: the sites' rows are not of one form. The message names the sites that differ from more than half
+                of them, or else lists all forms; the sites concerned get it, and wait for another meeting.
         """
         ends = time.monotonic() + seconds
-        for _ in range(2 * len(self.names)):  # what they have said before
+        for _ in range(2 * len(self.names)):  # frames that have arrived before
             self._next(0.0)
         connected = self.host.connected - self._here
         for name in self.names:
             if name in connected:
-                with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
+                with suppress(ConnectionError, TimeoutError):  # a lost site sends hello when it reconnects
                     self.host.send(name, frames.encode("who"))
         while len(self.bring) < len(self.names):
             if (left := ends - time.monotonic()) <= 0:
@@ -186,13 +186,13 @@ class Sites:
         without = [name for name in self.names if self.bring[name].design == ""]
         if without and any(each.design for each in brings):
             remedy = (
-                f"whoever was not in the agreement makes rows by its design, sites.agree(host, {without}, design), and "
-                "tells nothing of its columns for it"
+                f"sites that were not in the agreement make rows by its design, sites.agree(host, {without}, design), "
+                "and disclose nothing of their columns for it"
             )
         elif any(each.design is not None for each in brings):
             remedy = (
-                "let all of them make rows by one design, sites.agree(host, names, design); where some keep missing "
-                "cells, missing='impute' in the files of all"
+                "let all of them make rows by one design, sites.agree(host, names, design); if some keep missing "
+                "cells, set missing='impute' in the files of all"
             )
         try:
             check_alike("rows of one form", {name: self.bring[name].form for name in self.names}, remedy)
@@ -201,24 +201,24 @@ class Sites:
             raise
 
     def turn_away(self, names: Iterable[str], why: str) -> None:
-        """Tell sites that they are in no run now, and why; they stay for another."""
+        """Tell sites why they are in no run; they stay connected for another."""
         for name in names:
-            with suppress(ConnectionError, TimeoutError):  # it is told when it is back
+            with suppress(ConnectionError, TimeoutError):  # a lost site is told when it reconnects
                 self.host.send(name, frames.encode("wait", reason=why), answers=0)
 
     def next_sequence(self) -> int:
-        """Return a number that no other request has."""
+        """Return a new number for a request."""
         self._sequence += 1
         return self._sequence
 
     def drive(self, half: Half, run: str, begin: Begin | None, ask: Ask | None = None) -> tuple[Any, Traffic]:
-        """Run a half of the server, whose messages are requests; return its result, and the bytes that it moved.
+        """Run a half of the server, whose messages are requests; return (its result, its traffic in bytes).
 
         Args:
-            half: of the server; it waits for all whom it has sent something together.
-            run: the identity of the run.
-            begin: site -> the frame that begins the run there; None where there is none.
-            ask: in the place of the method, such as one that keeps a record too.
+            half: the server's half; it waits for the sites of its requests all at once.
+            run: identity of the run.
+            begin: site -> the frame that begins the run there; None if there is none.
+            ask: replaces the method `ask`, for example to keep a record.
         """
         requests, moved = dict[str, Send](), Traffic(0, 0)
 
@@ -235,15 +235,14 @@ class Sites:
         return drive(half, send, _single, several), moved
 
     def ask(self, question: Question) -> Heard:
-        """Ask sites, and return once all that are here have answered, and `least` of them at least, or time is up.
+        """Ask sites; return when all connected sites and at least `least` have answered, or when time is up.
 
-        A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
-        has answered that.
+        A site that reconnects is asked again; one that still works on an earlier request is asked after its answer.
         """
         wanted, waiting = question.wanted, question.waiting
         ends, frame = time.monotonic() + (math.inf if wanted.seconds is None else wanted.seconds), None
         while True:
-            if frame is None:  # at first, and when none came for a while, a look at all of them
+            if frame is None:  # first, and after a wait without frames, check all sites
                 question.asked &= self.host.connected
             for name in list(waiting) if frame is None else [frame.sender]:
                 connected = name in waiting and name in self._here
@@ -273,15 +272,15 @@ class Sites:
         self._begun.clear()
 
     def is_here(self, name: str) -> bool:
-        """Return whether a site is connected and has said what it brings."""
+        """Return whether a site is connected and has announced itself."""
         return name in self._here and name in self.host.connected
 
     def look(self, ends: float) -> None:
-        """Take in who comes, for a moment that ends at this time at the latest."""
+        """Process frames for a moment, until the time `ends` at the latest."""
         self._next(max(0.0, min(_LOOK, ends - time.monotonic())))
 
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
-        """Send a frame that wants no answer, if the site is here."""
+        """Send a frame that needs no answer; return whether the site was connected."""
         return name in self._here and self._send(name, run, begin, frame, answers=0)
 
     def _send(self, name: str, run: str, begin: Begin | None, request: bytes, answers: int = 1) -> bool:
@@ -296,7 +295,7 @@ class Sites:
         return True
 
     def _next(self, seconds: float) -> Frame | None:
-        """Return the next frame of one of the sites; a `hello` has been taken in."""
+        """Return the next frame of a site, None within `seconds`; a `hello` has been processed."""
         self.on_look()
         try:
             peer, payload = self.host.receive(seconds)
@@ -305,23 +304,23 @@ class Sites:
         try:
             frame = frames.read(payload, peer)
             if frame.kind == "hello" and peer not in self.names:
-                _LOG.warning("site %r has connected, but the run is of %s; it waits", peer, list(self.names))
-                others = f"the server's run is of other sites than {peer!r}"
-                self.turn_away([peer], f"{others}; ask its side whether this site is to be in it")
+                _LOG.warning("site %r waits, because the run is of other sites: %s", peer, list(self.names))
+                others = f"the server's run does not include {peer!r}"
+                self.turn_away([peer], f"{others}; ask the server's people whether this site is to take part")
                 return None
             if frame.kind == "hello" and frame.about.get("again") is True and peer in self._here:
-                return None  # on the stream with which it came, where all stands as it stood
+                return None  # a repeated hello on the same stream, which changes nothing
             if frame.kind == "hello":
                 if not self._greet(frame):
                     return None
             elif peer not in self._here:
-                return None  # what it said to an earlier population
+                return None  # a frame to an earlier population
             elif peer in self._owes and self._owes[peer] == frame.about.get("sequence"):
                 del self._owes[peer]
             else:
                 self._strays[peer] += 1
                 if self._strays[peer] > _MOST_STRAYS:
-                    raise frame.refused("answers to what was asked", f"{_MOST_STRAYS} frames that were none")
+                    raise frame.refused("answers to requests", f"more than {_MOST_STRAYS} other frames")
         except (PayloadError, ValueError) as error:
             self._note({peer: str(error)})
             self._forget(peer)
@@ -332,9 +331,9 @@ class Sites:
         return frame
 
     def _greet(self, frame: Frame) -> bool:
-        """Take in what a site says that it brings; return whether it may take part.
+        """Process a site's announcement; return whether it may take part.
 
-        One that was in the run with other rows waits for another.
+        A site that was in the run with other rows waits for another run.
         """
         name = frame.sender
         self._forget(name)
@@ -352,9 +351,9 @@ class Sites:
         brings = Brings(clients, rows, schema, design, joined, missing)
         most = self._agreed.get(name)
         if most is not None and sum(rows) > most:
-            raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} says that it has {sum(rows)}")
+            raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} reports {sum(rows)}")
         if self.met and self.bring[name] != brings:
-            why = f"Expected the clients and rows with which {name!r} first came, but got others; run anew"
+            why = f"Expected the clients and rows that {name!r} first reported, but got others; begin a new run"
             self._dropped[name] = why
             self._note({name: why})
             self.turn_away([name], why)
@@ -377,17 +376,17 @@ class Sites:
             self.tally[name] = self.tally.get(name, Trouble()).again(why, why == LATE)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Return of each site where it is now and its troubles so far, as JSON."""
-        said = {}
+        """Return each site's connection and troubles so far, as JSON."""
+        described = {}
         for name in self.names:
             here = "connected" if self.is_here(name) else self._dropped.get(name, "not connected")
             here += ", and works on an answer" * (self.is_here(name) and name in self._owes)
-            said[name] = {"is": here, **self.tally.get(name, Trouble())._asdict()}
-        return said
+            described[name] = {"is": here, **self.tally.get(name, Trouble())._asdict()}
+        return described
 
 
 def _single(wanted: Receive) -> Any:
-    raise AssertionError(f"Expected to hear all sites that were asked together, but got {wanted}")
+    raise AssertionError(f"Expected to wait for all requested sites at once, but got {wanted}")
 
 
 def at_least(least: int, asked: int) -> str:
@@ -396,5 +395,5 @@ def at_least(least: int, asked: int) -> str:
 
 
 def reasons(missing: Mapping[str, str]) -> str:
-    """Return why sites did not answer, by name, in a line."""
+    """Return the reasons why sites did not answer, in one line."""
     return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

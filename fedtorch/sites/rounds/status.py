@@ -1,7 +1,7 @@
-"""What a server says of its run while it goes on: a small file beside the run's checkpoint, for `fedtorch status`.
+"""The status of a server's run: a small file beside the run's checkpoint, for `fedtorch status`.
 
-It says which sites are connected, which are late or were refused and why, how many rounds are done, how long the others
-will take, and what of a privacy budget is spent.
+It lists the sites that are connected, late or refused, with reasons, the finished rounds, the expected time for the
+others, and the spent privacy budget.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fedtorch import _files as files
 
 ENDING = ".status.json"
 _FORMAT, _EVERY, _RECENT = 1, 1.0, 16  # seconds between two states of the file, rounds whose mean is the pace
-_OLD = 30.0  # seconds without a word after which the server may have ended
+_OLD = 30.0  # age in seconds of a file whose server may have ended
 
 
 class Trouble(NamedTuple):
-    """Hold how often a site was late, or was not in a round for another reason, and the last reason."""
+    """Counts of the rounds that a site missed, late or for other reasons, and the last reason."""
 
     late: int = 0
     other: int = 0
@@ -29,11 +29,11 @@ class Trouble(NamedTuple):
     at: str = ""  # in UTC
 
     def again(self, why: str, late: bool) -> Trouble:
-        """Return it with one more."""
+        """Return the counts with one more missed round."""
         return Trouble(self.late + late, self.other + (not late), why, now())
 
     def in_words(self) -> str:
-        """Return it for people; nothing of none.
+        """Return a text for people, empty without missed rounds.
 
         >>> Trouble(late=2, why="it is late", at="2026-11-30T14:01:40Z").in_words()
         'late 2 times; last at 2026-11-30T14:01:40Z: it is late'
@@ -46,7 +46,7 @@ class Trouble(NamedTuple):
 
 
 class Pace:
-    """Hold how long rounds of late have taken.
+    """The durations of the last rounds.
 
     >>> pace = Pace()
     >>> pace.took(2.0), pace.took(4.0), pace.left(done=2, rounds=10)
@@ -57,29 +57,29 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
 
     def took(self, seconds: float) -> None:
-        """Note a round."""
+        """Add the duration of a round."""
         self._seconds.append(seconds)
 
     def left(self, done: int, rounds: int | None) -> float | None:
-        """Return about how many seconds are left; None where nobody knows how many rounds there are to be."""
+        """Return an estimate of the seconds left; None if the number of rounds is not known."""
         if rounds is None or not self._seconds:
             return None
         return max(rounds - done, 0) * sum(self._seconds) / len(self._seconds)
 
 
 class Status:
-    """The file, which is written whole, once a second at most.
+    """Writes the status file, at most once a second.
 
     Args:
-        path: of the checkpoint; None writes nothing.
-        content: makes what it says.
+        path: path of the checkpoint; None to write nothing.
+        content: returns the content.
     """
 
     def __init__(self, path: Path | str | None, content: Callable[[], Mapping[str, Any]]) -> None:
         self._path, self.content, self._next = None if path is None else Path(f"{path}{ENDING}"), content, 0.0
 
     def write(self, at_once: bool = False) -> None:
-        """Write it, unless it has just been written."""
+        """Write the file, unless it was written less than a second ago."""
         if self._path is not None and (at_once or time.monotonic() >= self._next):
             files.write_json(self._path, {"format": _FORMAT, "written": now(), **self.content()})
             self._next = time.monotonic() + _EVERY
@@ -90,11 +90,11 @@ def now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-def found(place: Path | str) -> list[Path]:
-    """Return the files in a folder, or the one of a checkpoint.
+def status_files(place: Path | str) -> list[Path]:
+    """Return the status files of a folder, or of one checkpoint.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
     """
     place = Path(place)
     paths = sorted(place.glob(f"*{ENDING}")) if place.is_dir() else [place, Path(f"{place}{ENDING}")]
@@ -108,25 +108,25 @@ def found(place: Path | str) -> list[Path]:
 
 
 def in_words(path: Path) -> str:
-    """Return what a file says, for people.
+    """Return a status file as a text for people.
 
     Raises:
-        ValueError: it is none of this version.
+        ValueError: the file has another format.
     """
-    said = files.read_json(path)
-    if said.get("format") != _FORMAT:
-        raise ValueError(f"Expected a status of format {_FORMAT} in {path}, but got {said.get('format')!r}")
-    age = (datetime.now(UTC) - datetime.fromisoformat(said["written"])).total_seconds()
-    of = "" if said["of"] is None else f" of {said['of']}"
-    parts = [f"{said['rounds']}{of} rounds"]
-    if said["left"] is not None:
-        parts.append(f"about {_duration(said['left'])} left")
-    if said["privacy"]:
-        parts.append("privacy spent: " + " ".join(f"{name} {value:.4g}" for name, value in said["privacy"].items()))
-    lines = [f"{path.name.removesuffix(ENDING)}: {said['state']}, {', '.join(parts)}; written {said['written']}"]
-    if age > _OLD and said["state"] != "over":
-        lines.append(f"  no word for {_duration(age)}: look whether the server still runs")
-    for name, site in said["sites"].items():
+    status = files.read_json(path)
+    if status.get("format") != _FORMAT:
+        raise ValueError(f"Expected a status of format {_FORMAT} in {path}, but got {status.get('format')!r}")
+    age = (datetime.now(UTC) - datetime.fromisoformat(status["written"])).total_seconds()
+    total = "" if status["of"] is None else f" of {status['of']}"
+    parts = [f"{status['rounds']}{total} rounds"]
+    if status["left"] is not None:
+        parts.append(f"about {_duration(status['left'])} left")
+    if status["privacy"]:
+        parts.append("privacy spent: " + " ".join(f"{name} {value:.4g}" for name, value in status["privacy"].items()))
+    lines = [f"{path.name.removesuffix(ENDING)}: {status['state']}, {', '.join(parts)}; written {status['written']}"]
+    if age > _OLD and status["state"] != "over":
+        lines.append(f"  no update for {_duration(age)}: check whether the server still runs")
+    for name, site in status["sites"].items():
         trouble = Trouble(*(site[field] for field in Trouble._fields)).in_words()
         lines.append(f"  {name}: {'; '.join(filter(None, (site['is'], trouble)))}")
     return "\n".join(lines)

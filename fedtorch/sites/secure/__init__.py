@@ -1,4 +1,4 @@
-"""Sums under masks: whoever adds them up learns the sum and nothing of its parts."""
+"""Sums under masks, from which the server learns the sum and nothing else of its parts."""
 
 from fedtorch._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Compute what clients and server of a secure sum find alike: neighbours, and the masks between them."""
+"""Functions that clients and server of a secure sum share: neighbours, and the masks between them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fedtorch.sites.secure import ring
 from fedtorch.sites.secure.messages import ADVERT, KEYS, NUMBER, Aborted, Session, verified
 from fedtorch.sites.secure.neighbours import circle
 
-Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, envelope key, commitment to its own mask
+Adverts = dict[int, tuple[bytes, bytes, bytes]]  # (mask key, envelope key, commitment to its own mask) by client
 
 
 def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
     """Return (mask key, envelope key, commitment) of every client that has advertised.
 
     Raises:
-        Aborted: too few, or one twice.
-        ValueError: some are not of this session.
+        Aborted: too few clients, or one twice.
+        ValueError: some adverts are not of this session.
     """
     opened: Adverts = {}
     digest = session.digest()
@@ -36,10 +36,10 @@ def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
 
 
 def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, list[int]]:
-    """The neighbours of some clients that have advertised, by an order that nobody knows before all keys are told.
+    """Return the neighbours of clients that have advertised, by an order that nobody knows before all keys are known.
 
-    The order is of all clients of the session. Whoever keeps honest clients from advertising leaves gaps among
-    neighbours, as if they had dropped out, and brings nobody's corrupt neighbours closer together.
+    The order contains all clients of the session. An attacker who keeps honest clients from advertising leaves gaps
+    among neighbours, as by dropouts, and brings no corrupt clients closer to anybody.
     """
     seed = hashlib.sha256(session.digest() + b"".join(b"".join(adverts[client]) for client in sorted(adverts))).digest()
     near = circle(sorted(session.keys), session.graph.neighbours, seed, of)
@@ -47,7 +47,7 @@ def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, 
 
 
 def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:
-    """Return a secret that the owner of the other key finds too; None for a key of low order, with which all do."""
+    """Return the secret shared with the owner of a public key; None for a key of low order, which gives no secret."""
     try:
         return secret.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -55,7 +55,7 @@ def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:
 
 
 def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other: int) -> Tensor:
-    """Return what `client` adds for `other`; the other adds the negative."""
+    """Return the mask that `client` adds for `other`; the other adds its negative."""
     low, high = sorted((client, other))
     purpose = Purpose(session.run, session.round, session.attempt, f"mask of {low} and {high}", digest)
     mask = expanded(derived(shared, purpose), session.size)
@@ -68,6 +68,6 @@ def commitment(secret: bytes) -> bytes:
 
 
 def agreed(survivors: Sequence[int], adverts: Mapping[int, tuple[bytes, bytes, bytes]]) -> bytes:
-    """Return what survivors sign: who has stayed, and of whom and with which keys they know that they began."""
+    """Return the digest that survivors sign: the survivors, and all clients that have begun, with their keys."""
     begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
     return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

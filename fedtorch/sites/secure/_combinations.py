@@ -1,11 +1,11 @@
-r"""Find the parts of several sums of the same values that can be worked out of the sums.
+r"""Small sets of parties whose values a combination of several sums discloses.
 
-A sum over a set of parties is a row of zeros and ones, and what can be computed from several sums are the combinations
-of their rows. The rows' span has a vector with all its support in T if and only if the columns in T of a matrix H are
-linearly dependent, where H spans the vectors that are orthogonal to all rows. Parties that are in the same sets have
-the same column, and are in such a support together or not at all. So the unions T of few parties are gone through, and
-columns are reduced modulo the prime 2⁵²¹ − 1: no minor of a matrix of zeros and ones with at most 128 rows is as large
-(Hadamard: (k + 1)^{(k+1)/2} / 2^k), so that ranks are those of rational numbers.
+A sum over a set of parties is a row of zeros and ones, and the results that can be computed from several sums are the
+combinations of their rows. Let the rows of H span the vectors that are orthogonal to all sums. Some combination has all
+its support in T if and only if the columns of H in T are linearly dependent. Parties that are in the same sums have the
+same column, and are in such a support together or not at all. So this module enumerates unions T of few parties, and
+reduces columns modulo the prime 2⁵²¹ − 1. No minor of a matrix of zeros and ones with at most 128 rows is as large
+(Hadamard: (k + 1)^{(k+1)/2} / 2^k), so that ranks equal those over the rational numbers.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import TypeVar
 from fedtorch.sites.secure.shamir import PRIME
 
 Party = TypeVar("Party", bound=Hashable)
-MOST = 20_000  # unions of parties that are looked at
+MOST = 20_000  # most unions of parties to enumerate
 _ROWS = 128
 
 
 class TooMany(ValueError):
-    """There are more unions of parties than can be gone through."""
+    """Raised if there are too many unions of parties to enumerate."""
 
 
 def refusal(earlier: Iterable[frozenset[Party]], sites: frozenset[Party], minimum: int) -> str | None:
-    """Return why a sum over some parties tells too much after earlier ones of the same values, or None."""
+    """Return why a sum over some parties would disclose too much together with earlier sums; None if it does not."""
     known = list(dict.fromkeys(earlier))
     if sites in known:
         return None
     try:
         few = revealed([*known, sites], minimum)
     except TooMany:
-        return "Combinations with so many earlier sums cannot all be looked at; only one of them can be added up again"
+        return "There are too many combinations with earlier sums to check; only an earlier sum can be added up again"
     if few is None:
         return None
     return (
         f"A combination with earlier sums is of {len(few)} clients, fewer than {minimum}, {sorted(few, key=str)}: it "
-        "would say too much of each"
+        "would disclose too much of each"
     )
 
 
 def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -> frozenset[Party] | None:
-    """Return fewer than `minimum` parties that some combination of the sums over `sets` depends on alone, or None.
+    """Return fewer than `minimum` parties on which alone some combination of the sums over `sets` depends, or None.
 
     Raises:
-        TooMany: `most` unions of parties do not tell.
+        TooMany: more than `most` unions of parties would have to be checked.
     """
     groups: dict[tuple[bool, ...], list[Party]] = {}
     for party in dict.fromkeys(party for each in sets for party in each):
@@ -57,7 +57,9 @@ def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -
     looked = 0
     waiting: list[tuple[int, list[Party], dict[int, list[int]], int]] = [(0, [], {}, minimum)]
     while waiting:
-        start, members, basis, room = waiting.pop()  # the next group, parties, their independent columns, room for more
+        start, members, basis, room = (
+            waiting.pop()
+        )  # next group, parties, their independent columns, bound on further parties
         for place in range(start, len(few)):
             more, column = few[place]
             if len(more) >= room:
@@ -76,7 +78,7 @@ def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -
 
 
 def _orthogonal(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the columns of a matrix whose rows span what is orthogonal to all of `rows`."""
+    """Return the columns of a matrix whose rows span the orthogonal complement of `rows`."""
     left, pivots = [[int(value) for value in row] for row in rows], dict[int, list[int]]()
     width = len(left[0]) if left else 0
     for place in range(width):
@@ -96,13 +98,13 @@ def _orthogonal(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _reduced(column: list[int], basis: dict[int, list[int]]) -> list[int]:
-    """Return a column less those of a basis, each of which is one at its own place, in the order in which they came."""
+    """Return a column reduced by a basis, in order; each basis column is one at its own place."""
     for place, other in basis.items():
         column = _less(column, other, place)
     return column
 
 
 def _less(row: list[int], other: list[int], place: int) -> list[int]:
-    """Return a row less what another has at a place, where that is one."""
+    """Return a row minus a multiple of another that is one at a place, so that the row is zero there."""
     factor = row[place]
     return [(value - factor * more) % PRIME for value, more in zip(row, other)] if factor else row

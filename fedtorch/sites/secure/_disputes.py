@@ -1,13 +1,13 @@
-"""Settle who is left out where clients dispute shares: the liar, and at most one honest client for each.
+"""Clients to leave out after disputes about shares: liars, and at most one honest client for each liar.
 
-Of two in a dispute, one who says that it cannot open the other's shares and the other who has sent them, one lies, and
-nobody else can tell which. An honest client is in no more disputes than it has corrupt neighbours, so whoever is in
-more lies for sure. Of each dispute that then is left both are out, one dispute after the other: with every honest
-client goes a corrupt one that has not gone before.
+In a dispute one client says that it cannot open the shares that another has sent. One of the two lies, and nobody else
+can tell which. An honest client is in at most as many disputes as it has corrupt neighbours, so a client in more
+disputes certainly lies. From each remaining dispute, one after the other, both are left out: together with every honest
+client goes a corrupt one that has not been left out before.
 
->>> settled({(1, 2)}, colluding=1)  # one of them
+>>> settled({(1, 2)}, colluding=1)  # one of them lies
 (set(), {1, 2})
->>> settled({(1, 2), (1, 3), (4, 1)}, colluding=1)  # who is at odds with three, where at most one lies
+>>> settled({(1, 2), (1, 3), (4, 1)}, colluding=1)  # client 1 has three disputes, and at most one corrupt neighbour
 ({1}, {1})
 """
 
@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 
 def settled(disputes: Iterable[tuple[int, int]], colluding: int) -> tuple[set[int], set[int]]:
-    """Return (who lies for sure, all that are left out) of disputes between pairs of clients.
+    """Return (certain liars, all clients to leave out) from disputes between pairs of clients.
 
     Args:
         disputes: the pairs, in either order.
-        colluding: corrupt neighbours of a client, at most; one is taken to be possible anyway.
+        colluding: most corrupt neighbours of a client; at least one is assumed possible.
     """
     pairs = sorted({(min(pair), max(pair)) for pair in disputes})
     counts = Counter(client for pair in pairs for client in pair)

@@ -1,4 +1,4 @@
-"""Recover secrets from revealed shares, and find who has revealed or dealt wrong ones."""
+"""Recovery of secrets from revealed shares, with the clients that have revealed or dealt wrong ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedtorch.sites.secure.messages import SHARE, body_of, records
 
 
 class Recovery:
-    """The secrets of clients, from messages of the last phase.
+    """Clients' secrets from messages of the last phase.
 
     Args:
-        threshold: shares that give a secret.
-        dealt: by dealer and receiver, the commitments to the shares of its own mask and of its mask key.
-        messages: by sender.
+        threshold: number of shares that give a secret.
+        dealt: commitments to shares of the own mask and of the mask key, by dealer and receiver.
+        messages: messages of the last phase, by sender.
 
     Attributes:
-        forgers: who has revealed something else than it was given; it is left out of account.
-        dealers: whose shares, all of them as it has committed to, do not give what it has committed to.
+        forgers: clients that have revealed another share than they were given, which is ignored.
+        dealers: clients whose shares match their commitments, but do not give the committed secret.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class Recovery:
                 self._shares.setdefault((int(owner), bool(of_mask)), {})[holder] = int.from_bytes(bytes(share), "big")
 
     def own_mask(self, client: int, committed: bytes) -> bytes | None:
-        """Return a client's own mask; None where shares are too few or wrong."""
+        """Return a client's own mask; None if shares are too few or wrong."""
         secret = self._secret(client, own=True)
         return self._right(client, secret, secret is not None and commitment(secret) == committed)
 
     def mask_key(self, client: int, public: bytes) -> bytes | None:
-        """Return a client's mask key; None where shares are too few or wrong."""
+        """Return a client's mask key; None if shares are too few or wrong."""
         secret = self._secret(client, own=False)
         made = secret and X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
         return self._right(client, secret, made == public)
 
     def why(self, client: int, own: bool) -> str:
-        """Return why a secret is None."""
+        """Return the reason why a secret is None."""
         count = len(self._shares.get((client, own), ()))
         if count >= self._threshold:
-            return f"The shares of client {client}'s secret do not give what it has committed to"
+            return f"The shares of client {client}'s secret do not give the secret to which it has committed"
         return f"Expected {self._threshold} shares of client {client}'s secret, but got {count}"
 
     def _secret(self, client: int, own: bool) -> bytes | None:

@@ -1,13 +1,13 @@
 r"""Secure sums over the neighbourhoods of a network: node i learns Σ_j A_ij v_j and nothing of its parts.
 
 In every round each node is the server of a sum over its neighbours, who mask A_ij v_j for one another. *Rounds are
-synchronous:* if a node is silent, the others' sums of this round less those of another would tell one node's value, so
-that nothing is summed at all. *Collusion:* one listener, or two who compare what they have heard, and with what their
-own neighbours' protocol runs tell them, learn no combination of fewer than `minimum` others' values. Two listeners can
-subtract: if all but one of their neighbours are common, the difference is that one's. A network in which they could is
-refused; three or more that work together are not covered. Nor are guesses from many rounds of values that move slowly.
+synchronous:* if a node is silent, nothing is summed at all, because the difference of this round's sums and another's
+could be one node's value. *Collusion:* one node, or two that combine their sums with what they learn as parties of
+their neighbours' sums, learn no combination of fewer than `minimum` others' values. Two nodes can subtract sums: if all
+but one of their neighbours are common, the difference is that one's value. Networks in which this is possible are
+refused. Three or more nodes that collude are not covered, nor are guesses from many rounds of slowly changing values.
 
-Everything here is in one process, which shows costs and sums and protects nobody.
+Everything here runs in one process, which shows costs and sums and protects nobody.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.networks.network import Network
 
-_DIGITS = 9  # to which ratios of weights count as equal
+_DIGITS = 9  # significant digits in which equal ratios of weights agree
 
 
 @dataclass(frozen=True)
 class MaskedGraph:
-    """Carries messages in sums over neighbourhoods, in one process; see `masked_graph`.
+    """A transport of messages in sums over neighbourhoods, in one process; see `masked_graph`.
 
     Example:
         >>> import fedtorch as ft
@@ -51,7 +51,7 @@ class MaskedGraph:
         >>> secure.masked_graph(everybody).check(clients=5)
         Traceback (most recent call last):
         ...
-        ValueError: Expected messages that sites can carry among them, but got secure.masked_graph, which runs in ...
+        ValueError: Expected a transport between sites, but got secure.masked_graph, which runs in one process; ...
     """
 
     over: Network
@@ -64,31 +64,31 @@ class MaskedGraph:
 
     @property
     def step(self) -> float:
-        """Return that of the grid."""
+        """Return the step of the grid."""
         return 2.0**-self.grid.bits
 
     def __str__(self) -> str:
         return f"sums over neighbourhoods under masks on {self.grid}, of at least {self.minimum} nodes"
 
     def carried(self, algorithm: Algorithm) -> Algorithm:
-        """Return `algorithm` whose nodes hear sums only.
+        """Return `algorithm` with nodes that receive only sums.
 
         Raises:
-            ValueError: they hear something else than plain sums over their neighbours in the network.
+            ValueError: they need more than plain sums over their neighbours in the network.
         """
         if not hears_neighbours(algorithm.exchange, self.over):
             raise ValueError(
-                "Expected an algorithm whose nodes hear sums over their neighbours in the network of masked_graph, "
-                "such as ft.gtv, but got another exchange or network; over a star take sites.masked"
+                "Expected an algorithm whose nodes receive sums over their neighbours in the network of masked_graph, "
+                "such as ft.gtv, but got another exchange or network; over a star use sites.masked"
             )
         finish = partial(_finish, _parts(self.over), self.grid, self.entropy, self._attempts)
         return replace(algorithm, exchange=kept(algorithm.exchange, finish))
 
     def check(self, clients: int, sites: int | None = None) -> None:
-        """Raise ValueError: there is no protocol for it between organisations."""
+        """Raise ValueError, because there is no such protocol between organisations."""
         raise ValueError(
-            "Expected messages that sites can carry among them, but got secure.masked_graph, which runs in one "
-            "process; between sites seal messages"
+            "Expected a transport between sites, but got secure.masked_graph, which runs in one process; between sites "
+            "use sites.sealed"
         )
 
 
@@ -100,14 +100,14 @@ def masked_graph(
     collusion: int = 1,
     entropy: Entropy | None = None,
 ) -> MaskedGraph:
-    """Return the carrying of messages over `network` whose nodes hear sums only, each number of them on the grid.
+    """Return a transport of messages over `network`, by which nodes receive only sums, on the grid.
 
     Args:
-        network: of the algorithm, whose nodes are the clients, in their order.
-        grid: that all nodes agree on.
-        minimum: nodes of every sum and of every combination of sums, at least 2.
-        collusion: how many nodes may compare what they know, 1 or 2.
-        entropy: of all secrets; default: the operating system's.
+        network: network of the algorithm, whose nodes are the clients, in order.
+        grid: grid of all nodes' numbers.
+        minimum: least nodes of every sum and of every combination of sums, at least 2.
+        collusion: number of nodes that may combine what they know, 1 or 2.
+        entropy: source of all secrets; default: the operating system's.
 
     Raises:
         ValueError: a minimum or collusion out of range, or a network in which so many nodes could subtract sums.
@@ -146,14 +146,14 @@ def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None
         if 0 < len(near) < minimum:
             raise ValueError(
                 f"Expected at least {minimum} neighbours of every node that has some, but node {one} has {len(near)}: "
-                "its sum says too much of each; add edges"
+                "its sum discloses too much of each; add edges"
             )
     for one, other in _pairs(parts) if collusion == 2 else ():
         few = _fewest(parts[one], parts[other], {one, other})
         if few < minimum:
             raise ValueError(
                 f"Expected that no two nodes can work out fewer than {minimum} others' values, but nodes {one} and "
-                f"{other} can work out those of {few} by subtracting sums; add edges, or take collusion=1"
+                f"{other} can work out those of {few} by subtracting sums; add edges, or use collusion=1"
             )
 
 
@@ -166,14 +166,14 @@ def _parts(network: Network) -> list[dict[int, float]]:
 
 
 def _pairs(parts: list[dict[int, float]]) -> Iterator[tuple[int, int]]:
-    """Return nodes that are neighbours or have one in common; of others two sums say no more than each."""
+    """Yield pairs of nodes that are neighbours or have a common one; other pairs cannot combine their sums."""
     for one, neighbours in enumerate(parts):
         near = {*neighbours, *(other for middle in neighbours for other in parts[middle])}
         yield from ((one, other) for other in sorted(near) if other > one)
 
 
 def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> int:
-    """Return the least number of unknown values in a combination of two sums that is not zero."""
+    """Return the least number of unknown values in a nonzero combination of two sums."""
     one, other = ({node: w for node, w in part.items() if node not in known} for part in (one, other))
     everybody = len({*one, *other})
     ratios = Counter(float(f"{one[node] / other[node]:.{_DIGITS}g}") for node in one.keys() & other.keys())
@@ -182,34 +182,34 @@ def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> 
 
 
 def _finish(
-    parts: list[dict[int, float]], grid: Grid, entropy: Entropy, attempts: Iterator[int], found: RowsOf
+    parts: list[dict[int, float]], grid: Grid, entropy: Entropy, attempts: Iterator[int], gathered: RowsOf
 ) -> Tree:
-    """Return the sums that every node hears, `(n, ...)`."""
-    if len(found.ids) != len(parts):
+    """Return the sums of all nodes, `(n, ...)`."""
+    if len(gathered.ids) != len(parts):
         raise Aborted(
-            f"Expected messages of all {len(parts)} nodes, but got {len(found.ids)}: sums of a round in which nodes "
-            "are silent, less those of another, would tell single nodes' values; ask everybody"
+            f"Expected messages of all {len(parts)} nodes, but got {len(gathered.ids)}: if nodes are silent, the "
+            "difference from another round's sums would disclose single nodes' values; ask all nodes"
         )
-    summed = tree.map(as_sums, in_order(found).message, is_leaf=(Mean, Sum))
+    summed = tree.map(as_sums, in_order(gathered).message, is_leaf=(Mean, Sum))
     values, attempt = rows(summed), next(attempts)
-    sums = torch.stack([_hear(values.cpu(), part, grid, entropy, i, attempt) for i, part in enumerate(parts)])
-    return tree.map(_as_heard, like(sums.to(values.device), summed), is_leaf=(Mean, Sum))
+    sums = torch.stack([_node_sum(values.cpu(), part, grid, entropy, i, attempt) for i, part in enumerate(parts)])
+    return tree.map(_as_inbox, like(sums.to(values.device), summed), is_leaf=(Mean, Sum))
 
 
-def _hear(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, node: int, attempt: int) -> Tensor:
-    """Return the sum that one node hears of rows `(n, D)`, `(D,)`."""
+def _node_sum(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, node: int, attempt: int) -> Tensor:
+    """Return one node's weighted sum `(D,)` of rows `(n, D)`."""
     near = sorted(part)
     if not near:
         return torch.zeros_like(values[0])
     weighted = values[near] * torch.tensor([part[other] for other in near], dtype=torch.float64)[:, None]
-    others = len(near) - 1  # nobody may drop out, and fewer than all others recover nothing, whatever the server says
+    others = len(near) - 1  # nobody may drop out, and fewer than all others recover nothing
     return secure_sum(
         weighted, grid, minimum=len(near), graph=Neighbourhoods(others, others), run=f"node {node}".encode(),
         attempt=attempt, clients=near, entropy=entropy,
     ).total  # fmt: skip
 
 
-def _as_heard(node: Mean | Sum) -> Mean | Sum:
+def _as_inbox(node: Mean | Sum) -> Mean | Sum:
     if isinstance(node, Sum):
         return node
     return Mean(tree.scale(node.value, torch.where(node.weight > 0, 1 / node.weight, 0.0)), node.weight)

@@ -1,6 +1,6 @@
-"""A secure sum as a conversation: the half of whoever adds up, and that of a client.
+"""A secure sum as two halves of a protocol, the server's and a client's.
 
-What is said in each phase is the business of `parties.py` and `server.py`; here is who speaks when. Drivers move the
+`parties.py` and `server.py` define the messages of each phase; these halves define their order. Drivers move the
 messages: `fedtorch.protocol.halves.together` in one process, requests and answers of a round between sites.
 
 >>> import torch
@@ -31,31 +31,31 @@ from fedtorch.sites.secure.server import Server
 
 
 def client_half(answer: Callable[[int, bytes], bytes | None], server: Name = 0, most: int = 2**31) -> Half:
-    """Say a client's messages of all phases, each but the first once the server has asked for it.
+    """Send a client's messages of all phases; each except the first answers a request of the server.
 
     Args:
-        answer: (phase, what the server has sent) -> what to say, such as `Client.answer`; None to say nothing more.
-        server: its name.
-        most: bytes that the server may send.
+        answer: (phase, the server's payload) -> message, such as `Client.answer`; None to send nothing more.
+        server: name of the server.
+        most: most bytes that the server may send.
     """
     for phase in PHASES:
-        asked = b"" if phase == ADVERT else unpacked((yield Receive(server, BYTES, rows=True, most=most)))
-        said = answer(phase, asked)
-        if said is None:
+        payload = b"" if phase == ADVERT else unpacked((yield Receive(server, BYTES, rows=True, most=most)))
+        message = answer(phase, payload)
+        if message is None:
             return
-        yield Send(server, packed(said), rows=True)
+        yield Send(server, packed(message), rows=True)
 
 
 def server_half(server: Server, least: int = 0, names: Mapping[int, str] = MappingProxyType({})) -> Half:
-    """Ask clients for their messages phase by phase, and return the sum of the words of those that have stayed.
+    """Request clients' messages phase by phase, and return the sum of the survivors' words.
 
     Args:
-        server: takes messages in; it knows afterwards who has said what.
-        least: clients, or sites, that have to be in the sum; with fewer none is asked to confirm it.
-        names: of clients by number, for what an error says.
+        server: checks and stores the messages.
+        least: least clients, or sites, in the sum; with fewer none is asked to confirm it.
+        names: names of clients by number, for error messages.
 
     Raises:
-        RuntimeError: too few are left; see also `Server.total`.
+        RuntimeError: too few clients are left; see also `Server.total`.
     """
     for phase in PHASES:
         asked = tuple(sorted(server.present(phase)))
@@ -67,5 +67,6 @@ def server_half(server: Server, least: int = 0, names: Mapping[int, str] = Mappi
             for client, request in requests.items():
                 yield Send(client, packed(request), rows=True)
         answers = yield Receive(asked, BYTES, rows=True, most=most_up(server.session, phase), least=least)
-        server.hear(phase, {client: unpacked(said) for client, said in answers.messages.items()}, answers.missing)
+        messages = {client: unpacked(message) for client, message in answers.messages.items()}
+        server.collect(phase, messages, answers.missing)
     return server.total()

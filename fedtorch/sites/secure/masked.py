@@ -1,13 +1,13 @@
-"""Secure sums between organisations: each site masks the sum of its own clients, and the server learns that of all.
+"""Secure sums between organisations: each site masks the sum of its own clients, and the server learns the total.
 
-A site knows its clients' rows, so that nothing has to be hidden from it: it puts every client's numbers on the grid,
-adds up the words, and takes part in the protocol of `parties` as one client. The total is that of `secure_sum` over
-all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
-clients it learns that they have answered.
+A site knows its clients' rows, so nothing has to be hidden from it: it puts every client's numbers on the grid, adds up
+the words, and takes part in the protocol of `parties` as one client. The total equals that of `secure_sum` over all
+clients, to the bit. A site's part is hidden from the server among those of at least `minimum` sites; of single clients
+the server learns only that they have answered.
 
-A site takes part in sums over one start with the same sites only, whatever the round, the run or the keys; see
-`fedtorch.sites.rounds.past_sums`. Where starts hardly differ and messages hardly change, two sums with and without
-a site say nearly what it said, and noise only keeps that back, such as that of `privacy.local_level(..., quorum=q)`.
+A site takes part in sums over one start only with the same sites, in any round, run or keys; see
+`fedtorch.sites.rounds.past_sums`. If starts hardly differ and messages hardly change, two sums with and without a site
+nearly disclose its message. Only noise prevents that, such as that of `privacy.local_level(..., quorum=q)`.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
 _BEYOND = "make weights smaller (weight=), clip, or declare a larger bound: Grid(bits=…, bound=…)"
-_UNFIT = "take smaller steps or another start, or leave out clients whose rows are at fault"
-_FEW = 65  # sites that can all mask with one another
-_SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
+_UNFIT = "take smaller steps or another start, or leave out clients whose rows cause it"
+_FEW = 65  # most sites that all mask with one another
+_SECRECY = 80  # bits with drawn neighbours, of which 40 remain against a server whose sites try 2⁴⁰ keys
 
 
-class Found(NamedTuple):
-    """Holds what a site's clients have for a sum."""
+class Summand(NamedTuple):
+    """The messages of a site's clients in a masked sum."""
 
     rows: RowsOf
-    whole: bool  # whether each of them has a message, all of whose numbers are finite
-    largest: float  # of the server's numbers, in size, from which they were computed
+    whole: bool  # whether each client has a message and all its numbers are finite
+    largest: float  # largest magnitude that the server sent to these clients
 
 
 class Parties(NamedTuple):
-    """Names who adds up under masks."""
+    """The parties of a masked sum."""
 
     run: bytes
-    attempt: int  # no other sum of the run has the same
-    keys: dict[int, bytes]  # by party, from 1 on, the Ed25519 key with which it signs
+    attempt: int  # unique within the run
+    keys: dict[int, bytes]  # public Ed25519 key by party, from 1 on
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Carries messages in sums under masks; see `masked`.
+    """A transport of messages in masked sums; see `masked`.
 
-    Over sites each masks the sum of its own clients. Up to 65 sites mask with all others, so that the server learns the
-    sum of the sites that were confirmed or nothing; of more, each has neighbours that are drawn. `dropouts` and
-    `corrupt` are parts of the sites with which a sum begins, or numbers of them. A server may begin a sum with fewer
-    sites than there are, and they with as many corrupt ones: where that is to be kept out, `corrupt` is a number.
+    Over sites, each masks the sum of its own clients. Up to 65 sites mask with all others, so that the server learns
+    the sum of the confirmed sites or nothing; with more sites, each masks with drawn neighbours. `dropouts` and
+    `corrupt` are fractions, or numbers, of the sites with which a sum begins. A server may begin a sum with fewer sites
+    but as many corrupt ones: to exclude that, give `corrupt` as a number.
 
     Example:
         >>> from fedtorch.trust import secure
@@ -81,14 +81,14 @@ class Masked:
     """
 
     grid: Grid | ExactSums = Grid()  # noqa: RUF009
-    minimum: int = 3  # clients of a sum; over sites, sites, and at least 3
+    minimum: int = 3  # least clients of a sum; over sites, least sites, and at least 3
     entropy: Entropy = field(default_factory=from_system, repr=False, compare=False)
     apart: int = 1
-    adversary: Adversary = "active"  # the server that single messages are hidden from
-    dropouts: float = 0.3  # the part that may drop out of a sum
-    corrupt: float = 0.1  # the part that may work with the server
+    adversary: Adversary = "active"  # kind of server from which single messages are hidden
+    dropouts: float = 0.3  # fraction that may drop out of a sum
+    corrupt: float = 0.1  # fraction that may work with the server
     network: None = field(default=None, repr=False)
-    _earlier: list[list[int]] = field(default_factory=list, repr=False, compare=False)  # clients of sums made here
+    _earlier: list[list[int]] = field(default_factory=list, repr=False, compare=False)  # clients of earlier sums here
     _attempts: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     @property
@@ -98,12 +98,12 @@ class Masked:
 
     @property
     def sites(self) -> int:
-        """Return how many sites a sum has at least."""
+        """Return the least number of sites in a sum."""
         return max(self.minimum, 3)
 
     @property
     def step(self) -> float:
-        """Return that of the grid."""
+        """Return the step of the grid."""
         return 2.0**-self.grid.bits
 
     def __str__(self) -> str:
@@ -113,22 +113,22 @@ class Masked:
         )
 
     def carried(self, algorithm: Algorithm) -> Algorithm:
-        """Return `algorithm` whose messages are added up by the protocol.
+        """Return `algorithm` with messages that are added up by the protocol.
 
         Raises:
-            ValueError: its server needs something else than plain sums.
+            ValueError: its server needs more than plain sums.
         """
         if not adds_up(algorithm.exchange):
             raise ValueError(
                 "Expected an algorithm over a plain star for sums under masks, but got one that needs more than the "
                 "sum of messages, or changes it (a robust rule, noise of the server, a graph, private rows): leave out "
-                "what needs the messages that masks hide, or carry=; on a graph take secure.masked_graph in one "
-                "process and sealed envelopes between sites"
+                "either what needs single messages, or carry=; on a graph use secure.masked_graph in one process and "
+                "sealed envelopes between sites"
             )
         return replace(algorithm, exchange=kept(algorithm.exchange, self._sum))
 
     def check(self, clients: int, sites: int | None = None) -> None:
-        """Raise ValueError for clients whose sums do not fit the grid, or settings that are not for so many sites."""
+        """Raise ValueError if sums of these clients do not fit the grid, or settings do not suit so many sites."""
         self.grid.check(clients)
         if sites is not None:
             self._near(sites)
@@ -143,58 +143,58 @@ class Masked:
         return Server(self._session(parties, rows(tree.map(as_sums, message, is_leaf=(Mean, Sum)))))
 
     def aggregate(self, words: Tensor, message: Tree, clients: int) -> Tree:
-        """Return what the exchange makes of the sum of words of messages like `message` `(0, ...)`.
+        """Return the aggregate of a sum of words, of messages like `message` `(0, ...)`.
 
         Args:
-            words: the sum of what `party` has.
-            message: of the algorithm.
-            clients: of the sum, at most.
+            words: the sum over parties of their words, see `party`.
+            message: structure of the algorithm's messages.
+            clients: most clients in the sum.
 
         Raises:
-            RuntimeError: a client had no message, or they add up to more than the grid has.
+            RuntimeError: a client had no message, or the sum is beyond the grid.
         """
         check, sums = words.split([self.grid.width, len(words) - self.grid.width])
         numbers = self.grid.decode(sums)
         if bool(check.any()):
             raise RuntimeError(
                 "Expected a message of finite numbers of every client of a sum under masks, but some had none, and the "
-                f"sum is chance; the log of its site says whose it was; {_UNFIT}"
+                f"sum is random; the log of its site says which client it was; {_UNFIT}"
             )
         if not self.grid.within(numbers, clients):
             raise RuntimeError(
-                f"Expected a sum under masks of numbers on {self.grid}, but got one beyond what {clients} clients "
-                f"have there at most; the log of a site says whose numbers are larger; {_BEYOND}, or take smaller steps"
+                f"Expected a sum under masks of numbers on {self.grid}, but got one beyond the largest of {clients} "
+                f"clients; the log of a site says whose numbers are larger; {_BEYOND}, or take smaller steps"
             )
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
         one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), summed)
         return tree.map(as_aggregate, like(numbers, one), is_leaf=(Mean, Sum))
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: Found) -> Client:
-        """Return a site's part, whose secrets are of the operating system and of this sum alone.
+    def party(self, parties: Parties, number: int, signing: bytes, summand: Summand) -> Client:
+        """Return a site's part, whose secrets come from the operating system and are used only in this sum.
 
-        It answers whatever its clients' numbers are, as that would be told by a refusal. Numbers beyond the grid add up
-        modulo 2⁶⁴. Where a message is missing or not finite, all words are chance, which an own number of the sum says,
-        and the server learns that it was so at some site.
+        It answers for any numbers of its clients, because a refusal would disclose something about them. Numbers beyond
+        the grid add up modulo 2⁶⁴. If a message is missing or not finite, all words are random. A check number in the
+        sum then differs from zero, so that the server learns that this happened at some site.
         """
-        summed = tree.map(as_sums, found.rows.message, is_leaf=(Mean, Sum))
+        summed = tree.map(as_sums, summand.rows.message, is_leaf=(Mean, Sum))
         values, width = rows(summed).cpu(), self.grid.width
         weigh = lambda node: node._replace(weight=node.weight.double()) if isinstance(node, Mean) else node
-        exactly_weighed = tree.map(weigh, found.rows.message, is_leaf=(Mean, Sum))
+        exactly_weighed = tree.map(weigh, summand.rows.message, is_leaf=(Mean, Sum))
         session, entropy = self._session(parties, values), from_system()
         drawn = entropy.words(Purpose(parties.run, 0, parties.attempt, f"digits of {number}", b""), session.size)
         check, draws = drawn.split([width, session.size - width])
-        if found.whole and self.grid.has(values):
+        if summand.whole and self.grid.has(values):
             check, draws = (
                 torch.zeros_like(check),
-                self.grid.total(values, draws, found.largest, digits_of(exactly_weighed)),
+                self.grid.total(values, draws, summand.largest, digits_of(exactly_weighed)),
             )
-            if beyond := _beyond(self.grid, found.rows.ids, summed):
+            if beyond := _beyond(self.grid, summand.rows.ids, summed):
                 _LOG.warning("the sum under masks may be lost: client %d: %s", int(beyond.ids[0]), beyond.message)
         key = Ed25519PrivateKey.from_private_bytes(signing)
         return Client(session, number, key, entropy, torch.cat([check, draws]))
 
     def _session(self, parties: Parties, values: Tensor) -> Session:
-        """Return what the sites of a sum of numbers like `values` `(K, D)` and the server agree on."""
+        """Return the session of a sum of numbers like `values` `(K, D)`, on which sites and server agree."""
         size = self.grid.width + len(self.grid.encode(values[:0].new_zeros(1, values.shape[1]))[0])
         return Session(
             parties.run, 0, parties.attempt, parties.keys, size, self._near(len(parties.keys)), self.sites,
@@ -207,32 +207,32 @@ class Masked:
             everybody=sites <= _FEW,
         )  # fmt: skip
 
-    def _sum(self, found: RowsOf) -> Tree:
-        """Return the aggregate of a round in this process, whose clients are added to those of earlier sums."""
-        ids, messages = in_order(found)
+    def _sum(self, gathered: RowsOf) -> Tree:
+        """Return the aggregate of a round in this process, and record its clients as an earlier sum."""
+        ids, messages = in_order(gathered)
         summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
         if beyond := _beyond(self.grid, ids, summed):
             raise BadClients(*beyond)
-        made = secure_sum(
+        result = secure_sum(
             rows(summed).cpu(), self.grid, minimum=self.minimum, attempt=next(self._attempts), clients=ids.tolist(),
             apart=self.apart, earlier=self._earlier, entropy=self.entropy, adversary=self.adversary,
             dropouts=self.dropouts, corrupt=self.corrupt,
         )  # fmt: skip
         self._earlier.append(ids.tolist())
         one = tree.take(summed, slice(0, 1))
-        total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), one)
+        total = tree.map(lambda part, leaf: part.to(leaf.device), like(result.total, summed), one)
         return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))
 
 
 class _Beyond(NamedTuple):
-    """Names clients with a number beyond the grid's bound."""
+    """Clients with a number beyond the grid's bound, and the error message."""
 
     ids: Tensor
     message: str
 
 
 def _beyond(grid: Grid | ExactSums, ids: Tensor, summed: Tree) -> _Beyond | None:
-    """Return which clients have a number beyond the grid's bound in what is added up; None where none has."""
+    """Return the clients with a number beyond the grid's bound; None if there are none."""
     if isinstance(grid, Grid):
         for field, leaf in tree.items(tree.as_real(summed)):
             sizes = leaf.abs().reshape(len(leaf), math.prod(leaf.shape[1:]))
@@ -257,31 +257,31 @@ def masked(
     dropouts: float = 0.3,
     corrupt: float = 0.1,
 ) -> Masked:
-    """Return the carrying of messages over a star whose server sees a round's sums only, on the grid.
+    """Return a transport of messages over a star, by which the server sees only a round's sums, on the grid.
 
-    `Mean`s travel as weight times value, beside the weights. The cohort that answered is summed as a whole, by the
-    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all. That holds
-    for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
-    norms and checks for NaN cannot act, and what a client adds it has to clip itself.
+    A `Mean` is sent as weight times value, together with the weight. All clients that answered are summed at once by
+    the protocol, so that blocks and their order change no bit; a cohort with fewer than `minimum` clients is not summed
+    at all. The same holds for totals, whose changes of a round are summed. Single messages cannot be inspected, so
+    medians, bounds on norms and checks for NaN cannot act, and a client has to clip its own message.
 
     With `ft.Remote(…, carry=masked(…))` each site masks the sum of its own clients, if its policy asks for the same.
     With `ft.InProcess(…, carry=masked(…))` all parties are one process, which shows sums and costs and protects nobody.
 
     Args:
-        grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
-        minimum: clients of a sum; over sites, sites.
-        entropy: of all secrets; default: the operating system's. Sites always take their own.
-        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
-            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
-            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
-            in which a single client drops out.
-        adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
-            story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
-            threshold; part of what all parties agree on, and of a run's settings in reports and records.
-        dropouts: the part of a round's clients that may drop out of its sum, or from 1 on how many. From seven clients
-            on, and of four, an active server leaves room for 0.3; where it does not, the round says so. With 0 all
-            have to stay.
-        corrupt: the part of a round's clients that may work with the server, or from 1 on how many.
+        grid: grid of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
+        minimum: least clients of a sum; over sites, least sites.
+        entropy: source of all secrets; default: the operating system's. Sites always use their own.
+        apart: least clients in any combination of a round's sum with those of earlier rounds, unless one had the same
+            clients. If clients send nearly the same in every round, the difference of two sums is that of the clients
+            in only one of them: `apart=minimum` excludes that, for any number of sums, and ends a run in which a single
+            client drops out.
+        adversary: the kind of server from which single messages are hidden: `"active"`, which may send every client
+            different messages, or `"curious"`, which follows the protocol, for which fewer neighbours and a lower
+            threshold suffice; all parties agree on it, and a run's settings in reports and records contain it.
+        dropouts: the fraction of a round's clients that may drop out of its sum; from 1 on, their number. Against an
+            active server 0.3 is possible for four clients and from seven on; otherwise the round raises an error. With
+            0 all have to stay.
+        corrupt: the fraction of a round's clients that may work with the server; from 1 on, their number.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -1,11 +1,11 @@
-"""Messages of a secure sum: bytes in, verified bodies out, and everything else refused.
+"""Messages of a secure sum: signed messages are verified, and everything else is refused.
 
-Clients' messages are signed, and say of which session, phase and client they are. What the server passes on is a bundle
-of such messages, or what only its receiver can open, so that nobody has to believe it. All have a largest size that
-the session gives, `most_up` and `most_down`, for whoever carries them.
+A client's message is signed, and contains its session, phase and client. The server passes on only bundles of such
+messages, or envelopes that only the receiver can open, so that clients need not trust it. The session limits all
+sizes by `most_up` and `most_down`, for the transport.
 
-Of masked words the signature is over their hash and the list of whom their sender has masked with, so that others can
-be shown this head without the words.
+The signature of masked words covers their hash and the list of clients with whom they are masked, so that this head can
+be shown to others without the words.
 
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 >>> from fedtorch.sites.secure import messages
@@ -51,10 +51,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fedtorch.sites.secure import shamir
 from fedtorch.sites.secure.neighbours import ADVERSARIES, Adversary, Neighbourhoods
 
-ADVERT, SHARES, COMPLAIN, MASKED, CONFIRM, REVEAL = PHASES = range(1, 7)  # in their order
+ADVERT, SHARES, COMPLAIN, MASKED, CONFIRM, REVEAL = PHASES = range(1, 7)  # in order
 KEYS = struct.Struct(">32s32s32s")  # mask key, envelope key, commitment
-ENVELOPE = struct.Struct(f">Q{2 * shamir.WIDTH + 16}s32s32s")  # to or from whom, sealed shares, their commitments
-SHARE = struct.Struct(f">QB{shamir.WIDTH}s")  # whose, of the own mask (1) or of the mask key (0), the share
+ENVELOPE = struct.Struct(f">Q{2 * shamir.WIDTH + 16}s32s32s")  # receiver or sender, sealed shares, their commitments
+SHARE = struct.Struct(f">QB{shamir.WIDTH}s")  # owner, whether of its own mask (1) or mask key (0), the share
 NUMBER = struct.Struct(">Q")  # a client
 DIGEST = 32
 _MAGIC = b"fedtorch secure sum 3"
@@ -62,18 +62,18 @@ _HEAD = struct.Struct(">BQ")
 _SESSION = struct.Struct(">QqqQQQQQQQQQ")
 _LENGTH = struct.Struct(">I")
 _SIGNATURE = 64
-_NAME = 1024  # bytes of a run's name, at most
+_NAME = 1024  # most bytes of a run's name
 
 
 class Aborted(RuntimeError):
-    """The protocol ended without a sum, because it could not have been a right one or a safe one.
+    """Raised if the protocol ends without a sum, because the sum would not be correct or not safe.
 
     Args:
-        message: why.
-        members: the clients that are known to have broken the protocol, by number.
+        message: the reason.
+        members: numbers of the clients that are known to have broken the protocol.
 
     Attributes:
-        members: those, in order; empty where nobody can be named.
+        members: these numbers in order; empty if no client can be named.
 
     Example:
         >>> import torch
@@ -91,39 +91,39 @@ class Aborted(RuntimeError):
 
 
 class Session(NamedTuple):
-    """Holds what all parties of one sum agree on beforehand; messages of one session are refused in every other."""
+    """The parameters of one sum, on which all parties agree; messages of one session are refused in every other."""
 
-    run: bytes  # a name of the run that no other has
+    run: bytes  # unique name of the run
     round: int
-    attempt: int  # of the round
-    keys: dict[int, bytes]  # by client (positive numbers), who signs with which Ed25519 key
+    attempt: int  # attempt of the round
+    keys: dict[int, bytes]  # public Ed25519 key by client, numbered from 1 on
     size: int  # words of a message
     graph: Neighbourhoods
-    minimum: int  # clients of a sum, below which it says too much of each
-    width: int = 1  # words of a number, which carry
-    apart: int = 1  # clients of every combination with earlier sums, at least
-    adversary: Adversary = "active"  # the server that secrets are kept from; see `neighbourhoods`
+    minimum: int  # least clients of a sum: with fewer it discloses too much of each
+    width: int = 1  # words of a number, with carries between them
+    apart: int = 1  # least clients of every combination with earlier sums
+    adversary: Adversary = "active"  # kind of server from which secrets are kept; see `neighbourhoods`
 
     @property
     def everybody(self) -> bool:
-        """Return whether all others are a client's neighbours."""
+        """Return whether all other clients are neighbours."""
         return self.graph.neighbours >= len(self.keys) - 1
 
     @property
     def honest(self) -> int:
-        """Return the least number of honest clients in anything that the server can learn; `Client` has the proof."""
+        """Return the least number of honest clients in any sum that the server can learn; the proof is in `parties`."""
         near = self.graph.threshold - self.graph.colluding + 1
         return max(near, self.minimum - self.graph.colluding) if self.everybody else near
 
     def check(self) -> None:
-        """Raise ValueError unless the threshold keeps secrets from the adversary, and sums from saying too much."""
+        """Raise ValueError unless the threshold protects secrets and single clients from the adversary."""
         near = self.graph._replace(neighbours=min(self.graph.neighbours, len(self.keys) - 1))
         least = max(near.least(self.adversary), 1 if self.everybody else self.minimum - 1)
         if not least <= near.threshold <= near.neighbours:
             raise ValueError(
                 f"Expected a threshold from {least} to {near.neighbours} for {near.neighbours} neighbours, of whom "
                 f"{near.colluding} work with a server that is {self.adversary}, and sums of at least {self.minimum}, "
-                f"but got {near.threshold}; take that of neighbourhoods(clients, ...)"
+                f"but got {near.threshold}; use that of neighbourhoods(clients, ...)"
             )
 
     def encoded(self) -> bytes:
@@ -133,26 +133,26 @@ class Session(NamedTuple):
         return head + self.run + b"".join(NUMBER.pack(client) + self.keys[client] for client in sorted(self.keys))
 
     def digest(self) -> bytes:
-        """Return 32 bytes of all of it."""
+        """Return a SHA-256 digest of the session."""
         return hashlib.sha256(_MAGIC + self.encoded()).digest()
 
 
 def session_of(data: bytes, most: int = 2**20) -> Session:
-    """Return the session whose `encoded` these bytes are.
+    """Return the session from its `encoded` bytes.
 
     Args:
         data: the bytes.
-        most: clients, at most.
+        most: most clients.
 
     Raises:
-        ValueError: they are of no session.
+        ValueError: the bytes are not a session.
     """
     if len(data) < _SESSION.size:
         raise ValueError(f"Expected a session, but got {len(data)} bytes")
     name, round, attempt, size, *near, minimum, width, apart, adversary, clients = _SESSION.unpack_from(data)
     start = _SESSION.size + name
     if name > _NAME or clients > most or len(data) != start + clients * (NUMBER.size + DIGEST):
-        raise ValueError(f"Expected a session of at most {most} clients, but got {len(data)} bytes that are none")
+        raise ValueError(f"Expected a session of at most {most} clients, but got {len(data)} other bytes")
     rows = list(struct.iter_unpack(f">Q{DIGEST}s", data[start:]))
     keys = dict(rows)
     known = adversary < len(ADVERSARIES)
@@ -163,19 +163,19 @@ def session_of(data: bytes, most: int = 2**20) -> Session:
 
 
 def most_up(session: Session, phase: int) -> int:
-    """Return bytes of a client's message of a phase, at most; but for shares, complaints and revelations exactly."""
+    """Return the most bytes of a client's message in a phase; exact except for shares, complaints and revelations."""
     return _signed_size(session, phase) + (8 * session.size if phase == MASKED else 0)
 
 
 def _signed_size(session: Session, phase: int) -> int:
-    """Return bytes of what is signed of a message, at most."""
+    """Return the most bytes of a message's signed part."""
     near = session.graph.neighbours
     bodies = (KEYS.size, near * ENVELOPE.size, near * NUMBER.size, _bits(session) + DIGEST, DIGEST, near * SHARE.size)
     return _HEAD.size + bodies[phase - 1] + _SIGNATURE
 
 
 def most_down(session: Session, phase: int) -> int:
-    """Return bytes of what the server passes on before a phase, at most."""
+    """Return the most bytes that the server sends a client before a phase."""
     clients, near = len(session.keys), session.graph.neighbours
     if phase == ADVERT:
         return 0
@@ -189,13 +189,13 @@ def most_down(session: Session, phase: int) -> int:
 def sign(
     session: Session, phase: int, sender: int, body: bytes, key: Ed25519PrivateKey, digest: bytes | None = None
 ) -> bytes:
-    """Return a message of a client; `digest` is the session's, where it is known already."""
+    """Return a client's signed message; `digest` is the session's, if already computed."""
     signed = _HEAD.pack(phase, sender) + body
     return signed + key.sign(_signed(digest or session.digest(), signed))
 
 
 def with_words(session: Session, sender: int, others: Iterable[int], words: bytes, key: Ed25519PrivateKey) -> bytes:
-    """Return a client's masked words behind a head, which says with whom they are masked and has their hash."""
+    """Return a client's masked words after a signed head, with the clients with whom they are masked and their hash."""
     place, bits = {client: i for i, client in enumerate(sorted(session.keys))}, bytearray(_bits(session))
     for other in others:
         bits[place[other] // 8] |= 1 << place[other] % 8
@@ -203,10 +203,10 @@ def with_words(session: Session, sender: int, others: Iterable[int], words: byte
 
 
 def split_words(session: Session, message: bytes) -> tuple[bytes, bytes]:
-    """Return (the head, the words) of masked words.
+    """Return (the head, the words) of a message of masked words.
 
     Raises:
-        ValueError: they are not as long as the session's, or the head is of others.
+        ValueError: the message has a wrong length, or the head has another hash.
     """
     if len(message) != most_up(session, MASKED):
         raise ValueError(f"Expected {most_up(session, MASKED)} bytes, but got {len(message)}")
@@ -217,29 +217,29 @@ def split_words(session: Session, message: bytes) -> tuple[bytes, bytes]:
 
 
 def listed(session: Session, body: bytes) -> set[int]:
-    """Return the clients with whom words are masked, from the verified body of their head."""
+    """Return the clients with whom words are masked, from the verified body of the head."""
     if len(body) != _bits(session) + DIGEST:
         raise ValueError(f"Expected a head with a list of {_bits(session)} bytes, but got {len(body)} bytes")
     return {client for i, client in enumerate(sorted(session.keys)) if body[i // 8] >> i % 8 & 1}
 
 
 def _bits(session: Session) -> int:
-    """Return bytes of a list of clients, a bit each."""
+    """Return the bytes of a list of clients with one bit each."""
     return -(-len(session.keys) // 8)
 
 
 def _signed(digest: bytes, message: bytes) -> bytes:
-    """Return the digest that stands for a message under its signature, which would hash it twice."""
+    """Return the bytes to sign for a message: its digest, because signing hashes its input twice."""
     return _MAGIC + digest + hashlib.sha256(message).digest()
 
 
 def verified(session: Session, phase: int, message: bytes, digest: bytes | None = None) -> tuple[int, bytes]:
-    """Return (sender, body) of a message of this session and phase; of masked words, of their head.
+    """Return (sender, body) of a message of this session and phase; of masked words pass the head.
 
-    `digest` is the session's, where it is known already.
+    `digest` is the session's, if already computed.
 
     Raises:
-        ValueError: it is anything else, with the reason.
+        ValueError: the message is invalid; the error gives the reason.
     """
     most = _signed_size(session, phase)
     if not isinstance(message, bytes) or not _HEAD.size + _SIGNATURE <= len(message) <= most:
@@ -270,7 +270,7 @@ def records(body: bytes, form: struct.Struct) -> list[tuple[int | bytes, ...]]:
     """Return a body as records of one form.
 
     Raises:
-        ValueError: it does not consist of whole ones.
+        ValueError: its length is not a multiple of a record's.
     """
     if len(body) % form.size:
         raise ValueError(f"Expected records of {form.size} bytes, but got {len(body)} bytes")
@@ -278,7 +278,7 @@ def records(body: bytes, form: struct.Struct) -> list[tuple[int | bytes, ...]]:
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    """Return messages as one, each behind its length."""
+    """Return messages joined, each after its length."""
     return b"".join(_LENGTH.pack(len(message)) + message for message in messages)
 
 
@@ -286,7 +286,7 @@ def unbundle(data: bytes) -> list[bytes]:
     """Return the messages of a bundle.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are not a bundle.
     """
     messages, place = [], 0
     while place < len(data):

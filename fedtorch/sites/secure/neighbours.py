@@ -1,21 +1,22 @@
-r"""Choose who masks with whom: as few neighbours as the tails of dropouts and of corrupt clients allow.
+r"""Numbers of neighbours for masks: the fewest that the tails of dropouts and of corrupt clients allow.
 
-Every client shares masks and secrets with k others, on a circle in an order that nobody could choose. Of n clients γn
+Every client shares masks and secrets with k others, on a circle in an order that nobody can choose. Of n clients γn
 are corrupt and δn drop out; among k neighbours their numbers are hypergeometric. With the threshold t and at most c
 corrupt neighbours of any client,
 
 .. math:: n\, P(\text{corrupt neighbours} > c) \le 2^{-40}, \qquad n\, P(\text{neighbours that stay} < t) \le 2^{-30},
 
-keep every client's secrets secret and every sum recoverable. k, c and t are computed, never assumed. Which t it takes
-depends on whom the secrets are kept from:
+keep every client's secrets secret and every sum recoverable. k, c and t are computed, never assumed. The required t
+depends on the server:
 
-- From an *active* server, which may tell each client another story, t ≥ ⌊(k + c)/2⌋ + 1. Honest neighbours reveal a
-  share of one of a client's two secrets, so that both would take 2 (t − c) ≤ k − c of them.
-- From a *curious* one, which keeps to the protocol, t ≥ c + 1.
+- Against an *active* server, which may send each client different messages, t ≥ ⌊(k + c)/2⌋ + 1. An honest neighbour
+  reveals a share of only one of a client's two secrets, so recovering both would take 2 (t − c) ≤ k − c of them.
+- Against a *curious* one, which follows the protocol, t ≥ c + 1.
 
-*What the order costs.* It is made of the adverts, so that nobody knows it before. Who works with the server can choose
-its own adverts last, and tries 2^g of them for 2^g times the chance: of 2⁻⁴⁰ there remains 2^(g − 40). `secrecy=80` is
-safe also then and takes few neighbours more (498 for 464 of 1000 clients); with `everybody=True` nothing is drawn.
+*Keys chosen last.* The order is derived from the adverts, so that nobody knows it before. But a corrupt client can
+choose its advert last, and by trying 2^g keys raises its chance 2^g times: from 2⁻⁴⁰ to 2^(g − 40). `secrecy=80` is
+safe in this case, too, and needs few more neighbours (498 in place of 464 for 1000 clients); with `everybody=True`
+nothing is drawn.
 
 Sources: Bell, Bonawitz, Gascón, Lepoint and Raykova (2020), "Secure single-server aggregation with (poly)logarithmic
 overhead", sections 3 and 4; Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine
@@ -35,14 +36,14 @@ ADVERSARIES: tuple[Adversary, ...] = ("curious", "active")
 
 
 class Neighbourhoods(NamedTuple):
-    """Counts the neighbours of a client, and how many of them recover its secrets; see `neighbourhoods`."""
+    """Numbers of a client's neighbours; see `neighbourhoods`."""
 
     neighbours: int
-    threshold: int
-    colluding: int = 0  # of a client's neighbours, with the server, at most
+    threshold: int  # neighbours that recover a client's secrets together
+    colluding: int = 0  # most neighbours of a client that work with the server
 
     def least(self, adversary: Adversary) -> int:
-        """Return the least threshold that keeps secrets from such a server.
+        """Return the least threshold that keeps secrets from this kind of server.
 
         Raises:
             ValueError: there is no such adversary.
@@ -68,21 +69,21 @@ def neighbourhoods(
     minimum: int = 3,
     everybody: bool = False,
 ) -> Neighbourhoods:
-    """Return the least even number of neighbours, and a threshold, that keep both tails; all others where none does.
+    """Return the least even number of neighbours, and a threshold, that satisfy both tail bounds, else all others.
 
     Args:
         clients: n.
-        corrupt: γ, the part of the clients that work with the server; from 1 on, how many.
-        dropouts: δ, the part that drop out; from 1 on, how many.
-        secrecy: a client's secrets are safe but with probability 2^−secrecy, for all clients together.
-        failure: the sum is recovered but with probability 2^−failure.
-        adversary: whom secrets are kept from: an `"active"` server, or a `"curious"` one that keeps to the protocol.
-        minimum: clients of a sum, corrupt ones among them; the threshold is at least one less.
+        corrupt: γ, fraction of the clients that work with the server; from 1 on, their number.
+        dropouts: δ, fraction that drop out; from 1 on, their number.
+        secrecy: all clients' secrets are safe except with probability 2^−secrecy.
+        failure: the sum is recovered except with probability 2^−failure.
+        adversary: kind of server: `"active"`, or `"curious"` if it follows the protocol.
+        minimum: least clients of a sum, including corrupt ones; the threshold is at least one less.
         everybody: whether all others are neighbours in any case.
 
     Raises:
-        ValueError: fewer than three clients, parts and numbers out of range, or tails that even all others cannot
-            keep; the message says which dropouts and which collusion so many clients can bear.
+        ValueError: fewer than three clients, arguments out of range, or bounds that fail even with all others as
+            neighbours; the message gives possible dropouts and collusion for so many clients.
 
     Example:
         >>> neighbourhoods(100)
@@ -104,14 +105,14 @@ def neighbourhoods(
         )
     tails = _Tails(secrecy, failure, adversary, minimum, everybody)
     bad, gone = (min(int(number), clients - 1) for number in numbers)
-    near = tails.found(clients, bad, gone)
+    near = tails.smallest(clients, bad, gone)
     if near is None:
         raise ValueError(_refusal(tails, clients, (corrupt, bad), (dropouts, gone)))
     return near
 
 
 class _Tails(NamedTuple):
-    """Bounds a choice of neighbours and threshold."""
+    """Tail bounds for the numbers of neighbours."""
 
     secrecy: int
     failure: int
@@ -119,8 +120,8 @@ class _Tails(NamedTuple):
     minimum: int
     everybody: bool
 
-    def found(self, clients: int, bad: int, gone: int) -> Neighbourhoods | None:
-        """Return the least number of neighbours, if there is one."""
+    def smallest(self, clients: int, bad: int, gone: int) -> Neighbourhoods | None:
+        """Return the least number of neighbours that satisfies the bounds; None if none does."""
         colluding = 0
         for neighbours in self._candidates(clients):
             if neighbours == clients - 1:
@@ -140,9 +141,9 @@ class _Tails(NamedTuple):
 
 
 def _refusal(tails: _Tails, clients: int, corrupt: tuple[float, int], dropouts: tuple[float, int]) -> str:
-    """Return why there is no choice, and which there would be."""
-    bearable = [number for number in range(dropouts[1]) if tails.found(clients, corrupt[1], number)]
-    colluding = [number for number in range(corrupt[1]) if tails.found(clients, number, dropouts[1])]
+    """Return the error message if no number satisfies the bounds, with arguments that would."""
+    bearable = [number for number in range(dropouts[1]) if tails.smallest(clients, corrupt[1], number)]
+    colluding = [number for number in range(corrupt[1]) if tails.smallest(clients, number, dropouts[1])]
     ways = [
         f"{name} of at most {max(some)} (`{name}={_part(max(some), clients):g}`)"
         for name, some in (("dropouts", bearable), ("corrupt", colluding))
@@ -160,18 +161,18 @@ _A = {"active": "an active", "curious": "a curious"}
 
 
 def _part(number: int, clients: int) -> float:
-    """Return a short part of the clients that is this number of them."""
+    """Return a short decimal fraction of the clients that rounds to this number of them."""
     return next(part for digits in range(16) if round((part := round(number / clients, digits)) * clients) == number)
 
 
 def circle(clients: list[int], neighbours: int, seed: bytes, of: Iterable[int] | None = None) -> dict[int, list[int]]:
-    """Return the neighbours of some clients: the nearest on a circle in an order made of the seed, or all others.
+    """Return the neighbours of some clients: the nearest on a circle in an order by the seed, or all others.
 
     Args:
-        clients: all of them.
-        neighbours: of each.
-        seed: of the order.
-        of: whose neighbours; default: everybody's.
+        clients: all clients.
+        neighbours: number of neighbours of each.
+        seed: seed of the order.
+        of: the clients whose neighbours are returned; default: all.
     """
     of = clients if of is None else of
     if neighbours >= len(clients) - 1:

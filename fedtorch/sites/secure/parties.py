@@ -1,42 +1,40 @@
-r"""A client's side of a secure sum: what it says in six phases, so that the server (`server.py`) comes to the sum.
+r"""A client's side of a secure sum: its messages in six phases, from which the server (`server.py`) gets the sum.
 
-1. *Advert*: two X25519 keys, for masks and for envelopes, and a commitment to a mask of its own.
-2. *Shares*: neighbours on a circle that depends on all adverts get Shamir shares of the client's mask key and of its
+1. *Advert*: two X25519 keys, for masks and for envelopes, and a commitment to the client's own mask.
+2. *Shares*: neighbours, on a circle that depends on all adverts, get Shamir shares of the client's mask key and of its
    own mask, sealed by AES-256-GCM, with a commitment to each share.
-3. *Complain*: of which neighbours it cannot open the shares, or they are not those committed to. The server leaves out
-   who has lied (`_disputes.py`), before anybody masks or confirms anything.
+3. *Complain*: the neighbours whose shares the client cannot open, or whose shares differ from their commitments. The
+   server leaves out liars (`_disputes.py`), before anybody masks or confirms anything.
 4. *Masked*: the words plus the own mask, plus a mask with every neighbour of higher number, minus those of lower; in
-   front a signed head, which lists with whom they are masked.
-5. *Confirm*: every client signs who has begun and who has sent masked words, having seen that its neighbours among
-   them have listed it and it has listed them.
-6. *Reveal*: once at least t neighbours have signed the same, of each neighbour that has stayed the share of its own
-   mask, and of each that has not, of its mask key; never both.
+   front a signed head, which lists the clients with whom they are masked.
+5. *Confirm*: every client signs which clients have begun and which have sent masked words, after it has seen that it
+   and its neighbours among them list each other.
+6. *Reveal*: once at least t neighbours have signed the same, the share of the own mask of each neighbour that has
+   stayed, and of the mask key of each that has not; never both.
 
-The server recovers the own masks of those that stayed and the pairs of those that did not, checks them against adverts
-and commitments, and takes them out of the sum. Too few of anything ends in `Aborted`, never in a wrong sum, and names
-the clients that are known to have broken the protocol.
+The server recovers the own masks of the clients that stayed, and the pairwise masks of those that did not, checks them
+against adverts and commitments, and subtracts them from the sum. Too few shares or clients end in `Aborted`, never in a
+wrong sum, and the error names the clients that are known to have broken the protocol.
 
-It sees sums only: no rule that looks at single messages (medians, norms, NaN) can act. What replaces them is done by
-the client before masking: clipping. That clients do so, nobody can see either: a
-client that masks other words than it should moves the sum by whatever it likes.
+The server sees only sums: rules on single messages (medians, norms, NaN) cannot act. Clients have to clip before
+masking instead, which nobody can check: a client that masks other words than it should can move the sum arbitrarily.
 
-*From whom.* A server that is active (it tells clients what it likes) and works with at most c of every honest client's
-k neighbours learns nothing but sums of at least t − c + 1 honest clients, `Session.honest`, as t ≥ ⌊(k + c)/2⌋ + 1:
+*Guarantee.* A server that is active (it may send clients anything) and works with at most c of every honest client's k
+neighbours learns only sums of at least t − c + 1 honest clients, `Session.honest`, because t ≥ ⌊(k + c)/2⌋ + 1:
 
-- Of no honest v both secrets are recovered: both would take t − c honest neighbours each, and 2 (t − c) > k − c.
+- Never are both secrets of an honest v recovered: each would take t − c honest neighbours, and 2 (t − c) > k − c.
 - Let v's own mask be recovered. Then t − c honest neighbours u have revealed a share of it, each of whom v's signed
   head lists, and each with t neighbours that have signed that u stayed. Of these t − c are honest and keep their shares
   of u's mask key; the other k − c − (t − c) < t − c honest ones are too few to recover it. So the masks between v and
-  these u remain, and cancel only in sums which have all of them, by the same factor.
-- Where all are neighbours, two sets of t that sign different survivors would share an honest client, which signs once.
-  So there is one set of survivors, of at least `minimum` clients; each revealing one has masked with all others of
-  them, and they with it; and nothing but the sum of them all can be learnt, less what corrupt ones know themselves.
+  these u remain, and cancel only in sums that contain all of them, by the same factor.
+- If all clients are neighbours, two sets of t clients that sign different survivors would share an honest client, which
+  signs once. So there is one set of survivors, of at least `minimum` clients. Each revealing client has masked with all
+  others of the set, and they with it. Only the sum over the set can be learnt, minus what corrupt clients know anyway.
 
-The first holds for all clients but with probability 2⁻⁴⁰ where neighbours are drawn (`neighbours.py`, also on what it
-costs to choose keys last). A *curious* server tells everybody the same, and then t ≥ c + 1 will do for the same.
-Invented clients are bounded by the session's keys: who they belong to has to be known otherwise (a roster). A client
-that is left out on a complaint has not been wronged more than by a server that ignores it, so that no proof of it is
-asked for.
+With drawn neighbours the first holds for all clients except with probability 2⁻⁴⁰ (`neighbours.py`, also for keys that
+are chosen last). A *curious* server sends the same to all clients; then t ≥ c + 1 gives the same guarantee. The
+session's keys limit invented clients: whose keys they are must be known otherwise, by a roster. A client that is left
+out because of a complaint loses no more than by a server that ignores it, so complaints need no proof.
 
 Sources: Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning", Figure 4; Bell
 et al. (2020), Algorithm 3.
@@ -79,19 +77,19 @@ from fedtorch.sites.secure.messages import (
     with_words,
 )
 
-_NONCE = bytes(12)  # every envelope has a key of its own
+_NONCE = bytes(12)  # constant, because every envelope has its own key
 
 
 class Client:
-    """One client's side; each phase can be called once, in their order.
+    """One client's side; each phase can be called once, in order.
 
     Args:
-        session: what was agreed.
-        number: of the client.
+        session: the session.
+        number: the client's number.
         signing: its Ed25519 key.
-        entropy: where its secrets come from.
-        words: what it adds, `(size,)` int64; may be given later, before it masks them.
-        earlier: the survivors of earlier sums of the same words, of which no combination with this one may be of fewer
+        entropy: source of its secrets.
+        words: its summand, `(size,)` int64; may be set later, before phase 4.
+        earlier: survivors of earlier sums of the same words: a combination of these with this sum must not have fewer
             clients than the session's `apart`.
     """
 
@@ -110,20 +108,20 @@ class Client:
         self._digest, self._done = session.digest(), 0
         self._mask_key = X25519PrivateKey.from_private_bytes(self._secret("mask key"))
         self._envelope_key = X25519PrivateKey.from_private_bytes(self._secret("letter key"))
-        self._own = self._secret("own mask")
+        self._own_mask = self._secret("own mask")
         self._adverts: Adverts = {}
         self._neighbours: list[int] = []
-        self._shared: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: for envelopes and for masks
-        self._held: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: shares of own mask and of mask key
-        self._listed: frozenset[int] = frozenset()  # neighbours that it has masked with
+        self._shared: dict[int, tuple[bytes, bytes]] = {}  # shared secrets by neighbour, for envelopes and for masks
+        self._held: dict[int, tuple[bytes, bytes]] = {}  # shares by neighbour, of its own mask and of its mask key
+        self._listed: frozenset[int] = frozenset()  # neighbours with whom it has masked
         self._survivors: frozenset[int] = frozenset()
 
     def answer(self, phase: int, payload: bytes) -> bytes:
-        """Return the message of a phase, from what the server has passed on before it: `Server.request`.
+        """Return the message of a phase, given the server's payload `Server.request`.
 
         Raises:
-            Aborted: this client goes no further.
-            ValueError: the payload is not what belongs here.
+            Aborted: this client ends its part.
+            ValueError: the payload is invalid.
         """
         most = most_down(self.session, phase)
         if len(payload) > most:
@@ -145,21 +143,21 @@ class Client:
 
     @property
     def survivors(self) -> frozenset[int]:
-        """Return whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
+        """Return the clients in the sum that this client has confirmed; keep them as `earlier` for later sums."""
         return self._survivors
 
     def advertise(self) -> bytes:
-        """Take phase 1."""
+        """Return the message of phase 1."""
         self._enter(ADVERT)
         public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._envelope_key)]
-        return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own)))
+        return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own_mask)))
 
     def share(self, adverts: Sequence[bytes]) -> bytes:
-        """Take phase 2, from everybody's adverts; a neighbour with keys of low order is as one that is not there.
+        """Return the message of phase 2, given all adverts; a neighbour with keys of low order counts as missing.
 
         Raises:
-            Aborted: too few, some twice, or its own is missing.
-            ValueError: some are not of this session.
+            Aborted: too few adverts, some twice, or its own is missing.
+            ValueError: some adverts are not of this session.
         """
         self._enter(SHARES)
         self._adverts = opened_adverts(self.session, adverts)
@@ -178,14 +176,14 @@ class Client:
         """Return shares of the own mask and of the mask key, by neighbour."""
         threshold, holders = self.session.graph.threshold, list(self._shared)
         parts = []
-        for name, secret in (("own", self._own), ("key", self._mask_key.private_bytes_raw())):
+        for name, secret in (("own", self._own_mask), ("key", self._mask_key.private_bytes_raw())):
             words = self._entropy.words(self._purpose(f"shares of {name}"), 9 * (threshold - 1))
             parts.append(shamir.split(secret, threshold, holders, words.numpy().tobytes()))
         mask, key = ({k: share.to_bytes(shamir.WIDTH, "big") for k, share in part.items()} for part in parts)
         return {k: (mask[k], key[k]) for k in holders}
 
     def _sealed(self, other: int, own: bytes, key: bytes) -> bytes:
-        """Seal shares that only one neighbour can open, with commitments for it and the server."""
+        """Return shares sealed for one neighbour, with commitments for it and the server."""
         commitments = commitment(own), commitment(key)
         cipher = AESGCM(self._envelope(self.number, other))
         return ENVELOPE.pack(
@@ -193,10 +191,10 @@ class Client:
         )
 
     def complain(self, envelopes: bytes) -> bytes:
-        """Take phase 3: say whose shares it cannot open or are not those committed to, of those that have sent some.
+        """Return the message of phase 3: the senders whose shares cannot be opened or differ from their commitments.
 
         Raises:
-            ValueError: shares twice, or of somebody who is no neighbour.
+            ValueError: shares twice, or from a client that is not a neighbour.
         """
         self._enter(COMPLAIN)
         wrong = []
@@ -213,11 +211,11 @@ class Client:
         return self._sign(COMPLAIN, b"".join(NUMBER.pack(sender) for sender in sorted(wrong)))
 
     def mask(self, words: Tensor, others: Sequence[int]) -> bytes:
-        """Take phase 4: send the words, masked with those neighbours that are still there.
+        """Return the message of phase 4: the words, masked with the remaining neighbours.
 
         Raises:
-            Aborted: too few of them, or some whose shares it does not have.
-            ValueError: words that do not belong here.
+            Aborted: too few neighbours, or some whose shares it does not have.
+            ValueError: words of another dtype or shape.
         """
         self._enter(MASKED)
         if words.dtype != torch.int64 or tuple(words.shape) != (self.session.size,):
@@ -225,19 +223,19 @@ class Client:
         self._listed = frozenset(others)
         if not self._listed <= self._held.keys():
             lacking = sorted(self._listed - self._held.keys())
-            raise Aborted(f"Client {self.number} masks with those whose shares it has, which it lacks of {lacking}")
+            raise Aborted(f"Client {self.number} masks with those whose shares it has, but lacks those of {lacking}")
         self._check_enough(len(self._listed), "that have not left or been left out, as it may have been itself")
-        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
-        for other in sorted(self._listed):  # each once, whatever was sent
+        masked = ring.add(expanded(self._own_mask, self.session.size), words, self.session.width)
+        for other in sorted(self._listed):  # each once, even if the server has sent duplicates
             mask = pair_mask(self.session, self._digest, self._shared[other][1], self.number, other)
             ring.add(masked, mask, self.session.width)
         return with_words(self.session, self.number, self._listed, masked.numpy().tobytes(), self._signing)
 
     def confirm(self, survivors: Sequence[int], heads: Sequence[bytes]) -> bytes:
-        """Take phase 5: sign who has sent masked words, from the heads of its neighbours among them.
+        """Return the message of phase 5: a signature of the survivors, given the heads of its neighbours among them.
 
         Raises:
-            Aborted: too few, or it is not among them itself, or it and one of them have not masked with each other.
+            Aborted: too few survivors, it is not among them, or it and a neighbour have not masked with each other.
             ValueError: heads that are not of this session.
         """
         self._enter(CONFIRM)
@@ -261,14 +259,14 @@ class Client:
         if alone := sorted(self._survivors.intersection(self._neighbours) - both):
             raise Aborted(
                 f"Expected client {self.number} and its neighbours that stayed to have masked with each other, but it "
-                f"has not seen that of {alone}: the server says that they are in the sum, and kept them apart"
+                f"has not seen that of {alone}: the server counts them in the sum, and kept them apart"
             )
 
     def reveal(self, confirmations: Sequence[bytes]) -> bytes:
-        """Take phase 6: send one share of each neighbour, once enough of them have confirmed the same survivors.
+        """Return the message of phase 6: one share of each neighbour, if enough have confirmed the same survivors.
 
         Raises:
-            Aborted: too few have.
+            Aborted: too few have confirmed them.
         """
         self._enter(REVEAL)
         same, others = set[int](), set[int]()
@@ -289,7 +287,7 @@ class Client:
         return self._sign(REVEAL, body)
 
     def _open(self, sender: int, sealed: bytes, commitments: list[bytes]) -> tuple[bytes, bytes] | None:
-        """Return a neighbour's shares, if they are what it has committed to."""
+        """Return a neighbour's shares, or None if they differ from its commitments."""
         try:
             cipher = AESGCM(self._envelope(sender, self.number))
             both = cipher.decrypt(_NONCE, sealed, self._digest + b"".join(commitments))
@@ -322,5 +320,5 @@ class Client:
 
 
 def _numbers(data: bytes) -> list[int]:
-    """Return clients of bytes."""
+    """Return the clients' numbers in bytes."""
     return [int(client) for (client,) in records(data, NUMBER)]

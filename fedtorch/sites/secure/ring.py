@@ -1,6 +1,6 @@
-"""Whole numbers modulo 2^(64·width), each in words of 64 bits, the lowest first: one word wraps by itself, more carry.
+"""Integers modulo 2^(64·width) in words of 64 bits, the lowest first; words of one number carry.
 
-They may be of many millions of words, so both operations are in place.
+Tensors may have many millions of words, so both operations work in place.
 
 >>> import torch
 >>> from fedtorch.sites.secure import ring
@@ -24,7 +24,7 @@ def add(total: Tensor, other: Tensor, width: int) -> Tensor:
         return total.add_(other)
     sums, before = total.unflatten(0, (-1, width)), total.unflatten(0, (-1, width)) ^ _SIGN
     total.add_(other)
-    wrapped = (sums ^ _SIGN) < before  # as if without sign
+    wrapped = (sums ^ _SIGN) < before  # compared as unsigned numbers
     for place in range(1, width):
         raised = sums[:, place] + wrapped[:, place - 1]
         wrapped[:, place] |= (raised == 0) & wrapped[:, place - 1]
@@ -33,7 +33,7 @@ def add(total: Tensor, other: Tensor, width: int) -> Tensor:
 
 
 def negate(value: Tensor, width: int) -> Tensor:
-    """Turn the sign of numbers `(D · width,)` in place, and return them."""
+    """Negate numbers `(D · width,)` in place, and return them."""
     if width == 1:
         return value.neg_()
     one = torch.zeros_like(value).unflatten(0, (-1, width))

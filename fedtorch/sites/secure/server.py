@@ -1,4 +1,4 @@
-"""The server's side of a secure sum: it passes messages on, takes masks out of the sum, and learns nothing else."""
+"""The server's side of a secure sum: it passes on messages, and removes the masks from the sum."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from fedtorch.sites.secure.messages import (
     verified,
 )
 
-_PROBE = X25519PrivateKey.from_private_bytes(bytes([7]) * 32)  # with keys of low order it finds zeros, as any would
+_PROBE = X25519PrivateKey.from_private_bytes(bytes([7]) * 32)  # any key gives zeros with a key of low order
 
 
 class Server:
-    """The server's side: takes every message in, refuses what is wrong, and ends with the sum.
+    """The server's side: checks every message, refuses invalid ones, and computes the sum.
 
     Args:
-        session: what was agreed.
+        session: the session.
 
     Attributes:
-        refused: how many messages were refused.
-        guilty: why clients, by number, are known to have broken the protocol, as their signed messages show.
-        missing: why clients, by number, have said nothing more, or nothing that was taken.
-        confirmed: who has answered, phase by phase, once it was clear whose sum it is.
+        refused: number of refused messages.
+        guilty: violations of the protocol by client number, which signed messages prove.
+        missing: reasons by client number for missing or refused messages.
+        confirmed: clients that have answered in each phase after the survivors were known.
 
     Raises:
-        ValueError: a session whose threshold does not keep its clients' secrets; see `Session.check`.
+        ValueError: a session whose threshold does not protect its clients' secrets; see `Session.check`.
 
     Example:
         >>> import torch
@@ -81,32 +81,32 @@ class Server:
         self.confirmed: list[frozenset[int]] = []
         self.messages: dict[int, dict[int, bytes]] = {phase: {} for phase in PHASES}
         self._sealed: dict[int, dict[int, tuple[bytes, ...]]] = {}  # by dealer and receiver
-        self._heads: dict[int, bytes] = {}  # of masked words
-        self._open = ADVERT  # the phase whose messages are taken; requests and messages of the next one end it
+        self._heads: dict[int, bytes] = {}  # heads of masked words
+        self._open = ADVERT  # current phase; it ends with the first request or message of the next
 
-    def hear(self, phase: int, said: Mapping[int, bytes], missing: Mapping[int, str]) -> None:
-        """Take in all messages of a phase, by client, and why others have sent none."""
+    def collect(self, phase: int, messages: Mapping[int, bytes], missing: Mapping[int, str]) -> None:
+        """Process all messages of a phase, by client, and the reasons why others have sent none."""
         self.missing.update(missing)
         if self.survivors:
-            self.confirmed.append(frozenset(said))
-        for client, message in said.items():
+            self.confirmed.append(frozenset(messages))
+        for client, message in messages.items():
             if not self.take(phase, message):
                 self.missing[client] = "it sent what the protocol refuses"
 
     def withheld(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Return whom a lost sum binds to each other, and who of them said nothing once others had confirmed."""
+        """Return (clients that a failed sum binds together, those of them that were silent after others confirmed)."""
         bound = frozenset(self.survivors) if any(self.confirmed) else frozenset()
         return bound, next((bound - answered for answered in self.confirmed if bound - answered), frozenset())
 
     def take(self, phase: int, message: bytes) -> bool:
-        """Take a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
+        """Store a message of the current phase; return False if it is refused as forged, late, repeated or not due."""
         try:
             head = split_words(self.session, message)[0] if phase == MASKED else message
             sender, body = verified(self.session, phase, head, self._digest)
             if phase < self._open:
                 raise ValueError(f"phase {phase} is over")
             if sender in self.messages[phase] or sender not in self.present(phase):
-                raise ValueError(f"client {sender} has been heard, or has dropped out before")
+                raise ValueError(f"client {sender} has already sent one, or has dropped out before")
             wrong = self._wrong(phase, sender, body)
         except (Aborted, ValueError):
             self.refused += 1
@@ -122,10 +122,10 @@ class Server:
         return True
 
     def _wrong(self, phase: int, sender: int, body: bytes) -> str:
-        """Return what is wrong with a signed body of the phase, or ""; raise ValueError where it has no form at all."""
+        """Return the fault of a signed body of the phase, or ""; raise ValueError if it is malformed."""
         if phase == ADVERT:
             low = len(body) == KEYS.size and None in [exchanged(_PROBE, key) for key in KEYS.unpack(body)[:2]]
-            return "keys of low order" if low else _unless(len(body) == KEYS.size, "no keys")
+            return "keys of low order" if low else _unless(len(body) == KEYS.size, "malformed keys")
         near = self.neighbours[sender]
         if phase == SHARES:
             sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, ENVELOPE)}
@@ -134,7 +134,8 @@ class Server:
             self._sealed[sender] = sealed
             return ""
         if phase == COMPLAIN:
-            return _unless({*_numbers(body)} <= {*self._senders(sender)}, "a complaint about who has sent it nothing")
+            right = {*_numbers(body)} <= {*self._senders(sender)}
+            return _unless(right, "a complaint about a client that has sent it nothing")
         if phase == MASKED:
             return _unless(listed(self.session, body) == {*self._masking(sender)}, "masks with others than it was told")
         if phase == CONFIRM:
@@ -145,13 +146,13 @@ class Server:
         return _unless(shares == wanted, "other shares than those that are due")
 
     def present(self, phase: int) -> Iterable[int]:
-        """Return who may still say something in a phase: who has in the one before, and has not been left out."""
+        """Return the clients that may send a message in a phase: those of the phase before that are not left out."""
         if phase == ADVERT:
             return self.session.keys
         return self._remaining if phase == MASKED else self.messages[phase - 1]
 
     def request(self, phase: int, client: int) -> bytes:
-        """Return the request to a client for its message of a phase."""
+        """Return the payload for a client's message of a phase."""
         self._open = max(self._open, phase)
         if phase == ADVERT:
             return b""
@@ -165,11 +166,11 @@ class Server:
         if phase == CONFIRM:
             survivors = b"".join(map(NUMBER.pack, self.survivors))
             return bundle([survivors, *(self._heads[k] for k in near if k in self._heads)])
-        return bundle([said[k] for k in near if k in (said := self.messages[CONFIRM])])
+        return bundle([confirmed[k] for k in near if k in (confirmed := self.messages[CONFIRM])])
 
     @cached_property
     def neighbours(self) -> dict[int, list[int]]:
-        """Return everybody's neighbours, once phase 1 is over.
+        """Return the neighbours of every client, after phase 1.
 
         Raises:
             Aborted: too few have begun.
@@ -183,12 +184,12 @@ class Server:
         return adverts
 
     def _senders(self, client: int) -> list[int]:
-        """Return the neighbours that have sent shares, to whom it has too."""
+        """Return the neighbours that have sent shares."""
         return [other for other in self.neighbours[client] if other in self.messages[SHARES]]
 
     @cached_property
     def _remaining(self) -> frozenset[int]:
-        """Return who may mask, once everybody has said whose shares are wrong."""
+        """Return the clients that may mask, after the complaints of phase 3."""
         self._open = max(self._open, MASKED)
         complaints = self.messages[COMPLAIN]
         disputes = [(k, other) for k, message in complaints.items() for other in _numbers(body_of(message))]
@@ -197,12 +198,12 @@ class Server:
         return frozenset(complaints) - out
 
     def _masking(self, client: int) -> list[int]:
-        """Return the clients with whom one masks; none, if it is left out itself."""
+        """Return the clients with whom one masks; none if it is left out."""
         return [k for k in self.neighbours[client] if k in self._remaining] if client in self._remaining else []
 
     @property
     def survivors(self) -> list[int]:
-        """Return who has sent masked words."""
+        """Return the clients that have sent masked words."""
         return sorted(self.messages[MASKED])
 
     @cached_property
@@ -214,7 +215,7 @@ class Server:
         """Return the sum of the survivors' words, `(size,)`.
 
         Raises:
-            Aborted: it cannot be recovered, or would be of too few; with the `members` that are known to be guilty.
+            Aborted: it cannot be recovered, or has too few clients; `members` are those known to be guilty.
         """
         survivors, adverts = self.survivors, self._adverts
         if len(survivors) < self.session.minimum:
@@ -225,7 +226,7 @@ class Server:
         gone = sorted(self._remaining - {*survivors})
         masks = {client: recovery.own_mask(client, adverts[client][2]) for client in survivors}
         keys = {client: recovery.mask_key(client, adverts[client][0]) for client in gone}
-        self.guilty.update(dict.fromkeys(recovery.dealers, "shares that give no secret that it has committed to"))
+        self.guilty.update(dict.fromkeys(recovery.dealers, "shares that do not give its committed secret"))
         total, width = torch.zeros(self.session.size, dtype=torch.int64), self.session.width
         for client, secret in masks.items():
             if secret is None:

@@ -20,14 +20,14 @@ SECRET = 32  # bytes of a secret
 
 
 def split(secret: bytes, threshold: int, holders: Sequence[int], random: bytes) -> dict[int, int]:
-    """A share for each holder (positive numbers), of which any `threshold` give the secret and fewer say nothing.
+    """Return shares by holder: any `threshold` of them give the secret, and fewer disclose nothing.
 
     Args:
         secret: 32 bytes.
         threshold: from 1 to the number of holders.
-        holders: distinct and positive.
-        random: `(threshold − 1) · 72` bytes that nobody knows; each coefficient is 576 bits modulo the prime, off
-            uniform by 2⁻⁵⁵.
+        holders: distinct positive numbers.
+        random: `(threshold − 1) · 72` secret random bytes; each coefficient is 576 bits modulo the prime, within 2⁻⁵⁵
+            of uniform.
     """
     if len(secret) != SECRET or not 1 <= threshold <= len(holders) or min(holders) < 1:
         raise ValueError(f"Expected 32 bytes and a threshold from 1 to {len(holders)} positive holders")
@@ -43,10 +43,10 @@ def split(secret: bytes, threshold: int, holders: Sequence[int], random: bytes) 
 
 
 def combine(shares: Mapping[int, int]) -> bytes:
-    """Return the secret of shares by holder, if there are as many as the threshold.
+    """Return the secret from shares by holder, at least as many as the threshold.
 
     Raises:
-        ValueError: what they give is no secret, so that some are wrong or of different secrets.
+        ValueError: the result is not a secret, so that some shares are wrong or belong to different secrets.
     """
     total = 0
     for one, share in shares.items():

@@ -1,7 +1,7 @@
-"""The protocol of secure sums in one process, on stacked messages: every key, share, mask and signature of it.
+"""The protocol of secure sums in one process, on stacked messages, with all its keys, shares, masks and signatures.
 
-It shows what the server sees and what it costs; it protects nobody, because all parties are one. `secure_sum` is one
-sum, with dropouts in any phase; `masked` carries the rounds of a run by such sums.
+It shows what the server sees and what the protocol costs; it protects nobody, because all parties are one process.
+`secure_sum` is one sum, with dropouts in any phase; `masked` uses such sums for the rounds of a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number fr
 
 
 class SecureSum(NamedTuple):
-    """Holds the result of a secure sum.
+    """The result of a secure sum.
 
     Example:
         >>> import torch
@@ -44,12 +44,12 @@ class SecureSum(NamedTuple):
         1205
     """
 
-    total: Tensor  # (D,) float64, exactly that of the survivors' numbers on the grid
-    survivors: list[int]  # rows of those that are in it
-    masked: Tensor  # (M, D) int64, all that the server has seen of the survivors' numbers
-    sent: int  # bytes of all messages of clients
-    received: int  # bytes of all that the server has passed on to them
-    seconds: float  # of the processor, for clients' work, all together
+    total: Tensor  # (D,) float64, the exact sum of the survivors' numbers on the grid
+    survivors: list[int]  # rows of the clients in the sum
+    masked: Tensor  # (M, D) int64, the survivors' masked numbers, as the server has seen them
+    sent: int  # bytes of all clients' messages
+    received: int  # bytes of all messages to clients
+    seconds: float  # processor time of all clients together
 
 
 def secure_sum(
@@ -74,22 +74,22 @@ def secure_sum(
     """Return the sum of rows `(K, D)` by the whole protocol.
 
     Args:
-        values: a client a row; with `ExactSums` numbers in the limbs of `fedtorch.exact` side by side.
-        grid: that all clients agree on.
-        minimum: clients of a sum.
-        adversary: the server that single numbers are hidden from, `"active"` or `"curious"`; see `neighbourhoods`.
-        dropouts: the part of the clients that may drop out, or from 1 on how many; with 0 all stay until the end.
-        corrupt: the part of the clients that may work with the server, or from 1 on how many.
-        gone: row -> the phase (1 to 6) before which a client drops out.
+        values: one row for each client; with `ExactSums`, numbers in the limbs of `fedtorch.exact` side by side.
+        grid: grid of all clients' numbers.
+        minimum: least clients of a sum.
+        adversary: kind of server from which single numbers are hidden, `"active"` or `"curious"`; see `neighbourhoods`.
+        dropouts: fraction of the clients that may drop out; from 1 on, their number; with 0 all stay until the end.
+        corrupt: fraction of the clients that may work with the server; from 1 on, their number.
+        gone: row -> the phase (1 to 6) before which this client drops out.
         graph: neighbours and threshold; default: those of `neighbourhoods` for these dropouts and corrupt clients.
-        tamper: what the network does to messages.
-        run: a name of the run.
-        round: of the run.
-        attempt: of the round; another one has other masks.
-        apart: clients of every combination of this sum with earlier ones, at least, unless one was of the same clients.
-        clients: numbers of the rows' clients, from 0 on; default: the rows' own.
-        earlier: clients that survived in earlier sums.
-        entropy: of all secrets; default: the operating system's.
+        tamper: changes messages on the way.
+        run: name of the run.
+        round: number of the round.
+        attempt: attempt of the round; each has other masks.
+        apart: least clients in any combination of this sum with earlier ones, unless one had the same clients.
+        clients: numbers of the rows' clients, from 0 on; default: numbers of the rows.
+        earlier: survivors of earlier sums.
+        entropy: source of all secrets; default: the operating system's.
 
     Raises:
         Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or a combination with
@@ -101,7 +101,7 @@ def secure_sum(
         >>> from fedtorch.trust import privacy, secure
         >>> values = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
         >>> made = secure_sum(values, gone={3: 4}, dropouts=0.25, entropy=privacy.from_seed(0))
-        >>> made.total, made.survivors  # client 3 has dropped out before it said its number
+        >>> made.total, made.survivors  # client 3 has dropped out before it sent its number
         (tensor([7.], dtype=torch.float64), [0, 1, 2])
     """
     numbers = [client + 1 for client in (range(len(values)) if clients is None else clients)]
@@ -143,7 +143,7 @@ class _Cost:
 def _answer(
     party: Client, gone: int | None, tamper: Tamper | None, cost: _Cost, phase: int, payload: bytes
 ) -> bytes | None:
-    """Return what arrives of a client's message of a phase; None if it has dropped out, or the message is lost."""
+    """Return a client's message of a phase as it arrives; None if the client has dropped out or the message is lost."""
     if gone is not None and phase >= gone:
         return None
     cost.received += len(payload)

@@ -1,29 +1,29 @@
-"""Vertical models whose server learns the parties' sum and none of their values: masks around both halves.
+"""Vertical models whose server learns the parties' sum and none of their values, by masks around both halves.
 
-With `fedtorch.vfl.sums` (and with `noiseless`) a server needs Σ_j η_j of the parties only, and sends all of them one
-gradient. `masked_party` puts masks on what a party sends, one for each other party, which cancel in the sum;
-`masked_server` takes the words of all of them and hands the half inside their sum. The halves themselves, and whoever
-drives them, do not know.
+With `fedtorch.vfl.sums` (and with `noiseless`) a server needs only Σ_j η_j of the parties, and sends all of them one
+gradient. `masked_party` masks a party's messages, with one mask for each other party, which cancel in the sum;
+`masked_server` adds up the words of all parties and passes the sum to the inner half. The halves themselves and their
+drivers are not changed.
 
-In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
-Each mask is bound to what the party has been told in the whole run, `Send.bound`: masks between two parties cancel
-where both have been told the same messages in the same order, and otherwise leave words that are chance.
+In its first message each party sends a signed key, which the server passes on; masks are new in every message. Each
+mask is bound to everything that the party has received in the run, `Send.bound`: masks between two parties cancel if
+both have received the same messages in the same order, and otherwise leave random words.
 
-*From whom:* the server, also an active one: one that passes keys on as it likes (they are signed, and all have to be
-there), sends parties different gradients, or lets one do steps again, or go on from another point, without the others.
-It may work with other parties, as long as two are honest. Whatever it does, it learns sums of the values of all honest
-parties after they have been told the same, and nothing else. It chooses what that is, as often as it likes: as many
-sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
-gradients and with them the others' sum.
+*Protects against* the server, also an active one, which passes on keys as it likes (they are signed, and all must be
+there), sends parties different gradients, or makes one party repeat steps or continue from another point. It may work
+with other parties, as long as two are honest. It learns only sums of the values of all honest parties that have
+received the same messages. It chooses these messages, as often as it likes: as many sums as there are parameters
+disclose the span of all features. *Does not protect against* parties, which learn the labels from their gradients, and
+with them the others' sum.
 
-Sums of runs that differ by a party tell its part: a party with `folder=` begins no second run with the parameters of
-an earlier one and other parties, whatever rows it is asked for. From other parameters it does, and nothing remembers
-later steps. Sums of rows that do not
-belong together tell a party's values, where the leader of an alignment tells parties different rows: with
-`Holder.digest` of the rows in the name of the run, parties of different rows refuse each other's keys. All parties take
-part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
+Sums of runs that differ by a party disclose its part. So a party with `folder=` begins no second run with the
+parameters of an earlier one and other parties, for any rows. From other parameters it does, and later steps are not
+recorded. If the leader of an alignment sends different rows to parties, sums of rows that do not belong together
+disclose a party's values: with `Holder.digest` of the rows in the name of the run, parties with different rows refuse
+each other's keys. All parties take part in every iteration: there are no shares from which to recover masks, so an
+incomplete sum cannot be read.
 
-Sources: as `parties`, without the parts that dropouts need.
+Sources: as for `parties`, without the parts about dropouts.
 
 >>> import torch
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -42,7 +42,7 @@ Sources: as `parties`, without the parts that dropouts need.
 >>> halves = {0: masked_server(server(), public, secure.Grid(), run=b"run")}
 >>> for j, key in keys.items():
 ...     halves[j] = masked_party(party(values[j]), j, public, key, secure.Grid(), privacy.from_seed(j), run=b"run")
->>> together(halves)[0][0]  # what the server hears: nothing of the first, and the sum
+>>> together(halves)[0][0]  # the server's values: zeros for the first party, and the sum
 (tensor([0., 0.]), tensor([11., 22.]))
 """
 
@@ -76,7 +76,7 @@ _LOG = logging.getLogger(__name__)
 @tells(Learns("nothing: keys for masks, signed"))
 @without_rows
 class Keys(NamedTuple):
-    """Both ways: a party's advert up, and all of them down."""
+    """A party's advert, up, and the adverts of all parties, down."""
 
     adverts: Tensor  # (bytes,) uint8
 
@@ -91,14 +91,14 @@ class Keys(NamedTuple):
 )
 @without_rows
 class Words(NamedTuple):
-    """Up: a summand on the grid, under masks that cancel in the sum of all."""
+    """A party's masked summand on the grid, up; masks cancel in the sum of all parties."""
 
-    words: Tensor  # (1 + B·M·C·n,) int64, the first zero where all numbers are finite
-    bound: Tensor  # (32,) uint8, a digest of what the party has been told, the same of all whose masks cancel
+    words: Tensor  # (1 + B·M·C·n,) int64; the first is zero if all numbers are finite
+    bound: Tensor  # (32,) uint8, digest of all messages that the party has received; masks cancel if it is equal
 
 
 def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
-    """Return what server and parties agree on beforehand."""
+    """Return the session on which server and parties agree."""
     if len(keys) < 2:
         raise ValueError(f"Expected at least 2 parties of a sum, but got {len(keys)}")
     others = len(keys) - 1
@@ -117,28 +117,28 @@ def masked_party(
     attempt: int = 0,
     folder: Path | str | None = None,
 ) -> Half:
-    """Return a party's half with masks on what it sends.
+    """Return a party's half with masks on its messages.
 
     Args:
-        half: as without masks, such as `vfl.iteration.party_half(node, iterations)`.
-        party: its number, from 1 on.
-        keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
-        signing: its own Ed25519 key.
-        grid: that all parties agree on.
-        entropy: where its secret comes from; default: the operating system.
-        run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
-        attempt: of the run; one that is begun again is another.
-        folder: where the party remembers with whom it has added up what it makes of the parameters with which a run
-            begins, so that no later run begins with the same parameters and other parties, with whatever rows, in
-            whatever order; begun by `fedtorch states DIR --begin-sums`. Without one it remembers nothing.
+        half: the half without masks, such as `vfl.iteration.party_half(node, iterations)`.
+        party: the party's number, from 1 on.
+        keys: public Ed25519 key by party, from 1 on, on which server and parties agree.
+        signing: the party's own Ed25519 key.
+        grid: grid of all parties' numbers.
+        entropy: source of its secret; default: the operating system.
+        run: unique name of the run, which ends with the digest of the rows, `Holder.digest`.
+        attempt: attempt of the run; a repeated run is another attempt.
+        folder: folder with the record of start parameters and of the parties of each sum over them, so that no later
+            run begins with the same parameters and other parties, for any rows in any order; created by
+            `fedtorch states DIR --begin-sums`. Without a folder nothing is recorded.
 
     Raises:
-        Refusal: in its first step, the party has begun with these parameters and other parties; or the folder's memory
-            is not there.
-        TypeError: the half sends something else than a value of the sum, or does not say what it has been told, or
-            with a folder not how it has begun.
-        Aborted, ValueError: others' keys that are not as agreed; fewer than two parties, whose sum would be one party's
-            value.
+        Refusal: in its first step, the party has begun before with these parameters and other parties; or the folder
+            has no record.
+        TypeError: the half sends other messages than a value of the sum, or lacks `Send.bound`, or with a folder
+            `Send.start`.
+        Aborted, ValueError: others' keys are not the agreed ones; or fewer than two parties, whose sum would be one
+            party's value.
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
@@ -170,19 +170,19 @@ def _masked_party(
         if agreed is None:
             raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
         shared[other] = agreed
-    number, told, largest = itertools.count(), False, 0.0
+    number, has_received, largest = itertools.count(), False, 0.0
 
     def mask(step: Send | Receive) -> Half:
-        nonlocal told, largest
+        nonlocal has_received, largest
         if isinstance(step, Receive):
-            told, message = True, (yield step)
+            has_received, message = True, (yield step)
             largest = max(largest, largest_of(message))
             return message
         value = _value(step.message)
-        if told and not step.bound:
+        if has_received and not step.bound:
             raise TypeError(
-                "Expected a half that says what it has been told, as party_half does by Send.bound, but got one that "
-                "does not: masks would cancel also where the server tells parties different things"
+                "Expected a half that binds messages to those received, as party_half does by Send.bound, but got one "
+                "without: masks would cancel even if the server sent parties different messages"
             )
         bound = hashlib.sha256(digest + step.bound).digest()
         one = session._replace(round=next(number), size=1 + value.numel())
@@ -190,10 +190,11 @@ def _masked_party(
         if one.round == 0 and folder is not None:
             _remember(folder, step.start, session)
         words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
-        if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
+        # Otherwise all words are random, as the first one shows: a refusal would disclose that it was this party.
+        if grid.has(numbers):
             words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest, digits_of(numbers))])
         else:
-            _LOG.warning("party %d has values that are not finite, so that the sum of all is chance", party)
+            _LOG.warning("party %d has values that are not finite, so the sum of all is random", party)
         if not grid.within(numbers, 1):
             _LOG.warning("party %d has values beyond the grid; scale features, or take smaller steps", party)
         for other, key in shared.items():
@@ -205,16 +206,17 @@ def _masked_party(
 
 
 def _remember(folder: Path, start: bytes, session: Session) -> None:
-    """Remember who begins together; raise Refusal where others have, whose parts the difference of sums would tell.
+    """Record which parties begin with a start; raise Refusal if other parties have begun with it before.
 
-    The start is that of the party's parameters: its value has the rows that the server asks for, in the server's order.
+    The start is a digest of the party's parameters, because its value also depends on the rows that the server asks
+    for, and on their order.
     """
     from fedtorch.sites.rounds.past_sums import PastSums
 
     if not start:
         raise TypeError(
-            "Expected a half that says with which parameters it has begun, as party_half does by Send.start, but got "
-            "one that does not; with folder= the party remembers them"
+            "Expected a half with a digest of its first parameters, as party_half gives by Send.start, but got one "
+            "without; folder= needs it to record them"
         )
     past = PastSums(folder)
     past.open()
@@ -223,20 +225,21 @@ def _remember(folder: Path, start: bytes, session: Session) -> None:
 
 
 def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes, attempt: int = 0) -> Half:
-    """Return the server's half, which is handed the sum as the last party's value, and zeros as those of the others.
+    """Return the server's half, which gets the sum as the last party's value, and zeros as those of the others.
 
     Args:
-        half: as without masks, such as `vfl.iteration.server_half(node, iterations)`.
-        keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
-        grid: that all parties agree on.
-        run: a name of the run that no other has.
-        attempt: of the run; one that is begun again is another.
+        half: the half without masks, such as `vfl.iteration.server_half(node, iterations)`.
+        keys: public Ed25519 key by party, from 1 on, on which server and parties agree.
+        grid: grid of all parties' numbers.
+        run: unique name of the run.
+        attempt: attempt of the run; a repeated run is another attempt.
 
     Raises:
-        Aborted: the half does not hear every party before it says something; or parties that have been told different
-            things, or in another order, whose masks do not cancel; a sum beyond the grid, or of numbers of which some
-            are not finite, which no party refuses to send, as that would tell of its rows.
-        TypeError: the half expects something else than values of the sum.
+        Aborted: the half sends a message before it has received one of every party; parties have received different
+            messages, or in another order, so that masks do not cancel; or the sum is beyond the grid, or has numbers
+            that are not finite. No party refuses to send such numbers, because that would disclose something about its
+            rows.
+        TypeError: the half expects other messages than values of the sum.
         ValueError: fewer than two parties, whose sum would be one party's value.
     """
     return _masked_server(half, _session(run, keys, attempt), grid)
@@ -258,18 +261,18 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
         nonlocal total, bound, waiting
         if isinstance(step, Send):
             if len(waiting) < len(parties):
-                raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
+                raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are missing")
             return (yield step)
         like = _value(step.like)
         came = yield Receive(
             step.sender, Words(torch.zeros(1 + like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
         )
         if step.sender not in waiting:
-            raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
+            raise Aborted(f"Expected party {step.sender} once in an iteration, but the half asks for it again")
         if bound is not None and not torch.equal(came.bound, bound):
             raise Aborted(
-                f"Expected parties that have been told the same, to which their masks are bound, but party "
-                f"{step.sender} has been told something else, or has another delay="
+                f"Expected parties that have received the same messages, to which their masks are bound, but party "
+                f"{step.sender} has received others, or has another delay="
             )
         waiting.remove(step.sender)
         total = came.words if total is None else total + came.words
@@ -279,8 +282,8 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
             numbers = grid.decode(total[1:])
             if bool(total[0] != 0) or not grid.within(numbers, len(parties)):
                 raise Aborted(
-                    f"Expected a sum of finite numbers of at most {grid.bound} in size of every party, but got others, "
-                    "and the log of a party says whose; scale features, take smaller steps, or a grid with a larger "
+                    f"Expected a sum of finite numbers of at most {grid.bound} in size of every party, but got others; "
+                    "the log of a party says whose; scale features, take smaller steps, or use a grid with a larger "
                     "bound"
                 )
             value = numbers.reshape(like.shape).to(like)
@@ -291,15 +294,15 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
 
 
 def _value(message: Tree) -> Tensor:
-    """Return the number of a sum that a message holds; raise TypeError for another message."""
+    """Return the value in a party's message; raise TypeError for another message."""
     if not isinstance(message, Summand):
         raise TypeError(
-            f"Expected parties that send values of a sum and nothing else, but got {type(message).__name__}; "
-            "use a sum at the cut layer and an augmented model, or a power model with vfl.sums()"
+            f"Expected parties that send only values of a sum, but got {type(message).__name__}; use a sum at the cut "
+            "layer and an augmented model, or a power model with vfl.sums()"
         )
     return message.value
 
 
 def _room(session: Session) -> Tensor:
-    """Return a bundle as large as that of all adverts."""
+    """Return a bundle of the size of all adverts together."""
     return packed(bundle([bytes(most_up(session, ADVERT))] * len(session.keys)))

@@ -1,8 +1,8 @@
-"""Frames between a server and its sites: who is there, and bytes that arrive whole, in order and from whom they say.
+"""Streams of frames between a server and its sites: complete, in order, and with the name of their sender.
 
-The content of frames is not looked at here; `fedtorch.wire` reads it. A host has a stream to every site that is
-connected, a link is a site's end. A peer that does not read, or sends more than is taken, is made to wait by the flow
-control of the stream, and holds up nobody else.
+The content of frames is read elsewhere, by `fedtorch.wire`. A hub has a stream to every connected site; a link is a
+site's end. A peer that does not read, or sends more than is received, is slowed down by the stream's flow control, and
+does not delay others.
 """
 
 from fedtorch._lazy import attach

@@ -1,7 +1,7 @@
-"""Frames in chunks, so that a receiver knows how long a frame is before it holds any of it.
+"""Frames in chunks, so that a receiver knows the length of a frame before it stores any of it.
 
-A frame is its length, eight bytes, and what is in it; both are cut into chunks of 1 MiB behind the length. Whoever
-receives makes room for the whole frame, or refuses it, when the first chunk has come.
+A frame is sent as its length, eight bytes, and its content in chunks of 1 MiB, the first together with the length. The
+receiver makes room for the whole frame, or refuses it, after the first chunk.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def split(frames: Iterable[bytes]) -> Iterator[bytes]:
         yield HEAD.pack(len(frame)) + frame[:CHUNK]
         for start in range(CHUNK, len(frame), CHUNK):
             yield frame[start : start + CHUNK]
-        del frame  # else it is held until the next one comes
+        del frame  # otherwise it stays in memory until the next one comes
 
 
 def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
-    """Put the frames that chunks make up into a pipe, until they end.
+    """Assemble frames from chunks, and put them into a pipe, until the chunks end.
 
     Raises:
-        ValueError: a frame is longer than `most`, or its chunks are not as they should be.
-        OSError: the pipe takes no frame, or not this one; the reason.
+        ValueError: a frame is longer than `most` bytes, or a chunk has a wrong length.
+        OSError: the pipe has ended or refuses the frame; the message gives the reason.
     """
     for first in chunks:
         size = HEAD.unpack_from(first)[0] if len(first) >= HEAD.size else -1
@@ -53,7 +53,7 @@ def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
         if frame.tell() < size:
             return  # the stream has ended
         pipe.fill(frame.getvalue())
-        del frame, first, part, rest  # else they are held until the next one comes
+        del frame, first, part, rest  # otherwise they stay in memory until the next frame comes
 
 
 def _and(first: memoryview, others: Iterator[bytes]) -> Iterator[bytes | memoryview]:

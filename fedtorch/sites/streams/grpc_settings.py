@@ -1,4 +1,4 @@
-"""gRPC's ports and channels with TLS, for streams and for enrolment; it is imported when it is first needed."""
+"""gRPC ports and channels with TLS, for streams and enrolment; grpcio is imported when it is first needed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fedtorch.sites.identity.identity import SERVER, Identity
 from fedtorch.sites.streams._chunks import CHUNK, HEAD
 from fedtorch.sites.streams.hub import Limits
 
-_PROBE = 5.0  # seconds in which a server is asked why it cannot be spoken to
-_IDLE = 0.25  # seconds after which a channel that is idle is asked again to connect
+_PROBE = 5.0  # longest wait for a diagnosis of a failed connection, in seconds
+_IDLE = 0.25  # seconds after which an idle channel is asked to connect again
 
 
 def library() -> Any:
     """Import grpcio.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: grpcio is not installed.
     """
     try:
         import grpc
@@ -30,7 +30,7 @@ def library() -> Any:
 
 
 def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
-    """Open a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
+    """Open a port of a gRPC server and return its number; with `both`, peers must have certificates, too."""
     credentials = library().ssl_server_credentials(
         [(identity.key, identity.certificate)], identity.authority if both else None, both
     )
@@ -41,10 +41,10 @@ def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
 
 
 def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
-    """Return a channel to a server of this authority, once it is there."""
+    """Return a channel to a server of this authority, once it is ready."""
     grpc = library()
     pair = (None, None) if identity is None else (identity.key, identity.certificate)
-    once = ("grpc.enable_retries", 0)  # else a stream that a closing server turns away is opened anew, and may hang
+    once = ("grpc.enable_retries", 0)  # otherwise a stream that a closing server refuses is reopened, and may hang
     settings = [*options(limits), once, ("grpc.ssl_target_name_override", SERVER)]
     channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *pair), settings)
     if not is_ready(channel, limits.seconds):
@@ -57,10 +57,10 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
 
 
 def is_ready(channel: Any, seconds: float) -> bool:
-    """Wait until a channel is ready, and return whether it is in time.
+    """Wait until a channel is ready, and return whether this happens in time.
 
-    A connection may be made and closed again, as by a server that has too many without a stream, before anybody sees
-    that it was ready. The channel is idle then, for good unless it is asked anew to connect.
+    A connection may be made and closed again before this function sees that it was ready, for example by a server with
+    too many connections without a stream. The channel then stays idle unless it is asked to connect again.
     """
     states, state, ends = SimpleQueue[Any](), library().ChannelConnectivity, time.monotonic() + seconds
     seen, last = states.put, None
@@ -79,7 +79,7 @@ def is_ready(channel: Any, seconds: float) -> bool:
 
 
 def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
-    """Return why a server cannot be spoken to: a handshake without a certificate of our own tells whose fault it is."""
+    """Return the reason for a failed connection, by a handshake without a client certificate."""
     context, (host, _, port) = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), address.rpartition(":")
     context.load_verify_locations(cadata=authority.decode())
     context.set_alpn_protocols(["h2"])
@@ -88,21 +88,21 @@ def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
             context.wrap_socket(plain, server_hostname=SERVER).close()
     except ssl.SSLCertVerificationError as error:
         return (
-            "who listens there shows no certificate that the authority of this identity has made for a server and that "
-            f"is valid now ({error.verify_message}); see whether it is the one that was enrolled with, whether both "
-            "clocks are right, and whether the server's certificate has ended"
+            "what listens there has no valid certificate of a server by the authority of this identity "
+            f"({error.verify_message}); check whether it is the server that enrolled this site, whether both "
+            "clocks are right, and whether the server's certificate has expired"
         )
     except (OSError, ValueError) as error:
-        return f"{error or type(error).__name__}; see whether it is up and whether the address is right"
-    whose = "" if identity is None else f", as one does that does not believe the certificate of {identity.name!r}"
+        return f"{error or type(error).__name__}; check whether the server runs and whether the address is right"
+    whose = "" if identity is None else f", as if it did not accept the certificate of {identity.name!r}"
     return (
-        f"the server is there, but ends every connection{whose}; if it is only starting, wait a little, and otherwise "
-        "ask whether its authority made it, and whether the server's clock is right"
+        f"the server answers, but ends every connection{whose}; if it is only starting, wait a little, and otherwise "
+        "ask whether its authority made the certificate, and whether the server's clock is right"
     )
 
 
 def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
-    """Return a server's options for the limits, besides those of both sides, with so many streams at most."""
+    """Return a server's gRPC options for the limits and for at most `streams` streams, with those of `options`."""
     milliseconds = int(1000 * limits.idle_seconds)
     return [
         *options(limits),
@@ -113,7 +113,7 @@ def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
 
 
 def options(limits: Limits) -> list[tuple[str, int]]:
-    """Return the options of a server and of a channel for the limits."""
+    """Return the gRPC options for the limits that servers and channels share."""
     milliseconds, longest = int(1000 * limits.keepalive), min(limits.frame, CHUNK) + HEAD.size
     return [
         ("grpc.max_send_message_length", longest),

@@ -1,8 +1,8 @@
 """Streams over gRPC with TLS on both sides.
 
-One method, a stream of bytes in both directions that the site opens. HTTP/2 gives flow control, keepalive and deadlines
-for connections; the certificates give the names. A site takes no server but one whose certificate its authority has
-made for serving, and the server no site that the roster does not have, with this very key.
+There is one method, a stream of bytes in both directions that the site opens. HTTP/2 provides flow control, keepalive
+and deadlines for connections; certificates provide the names. A site accepts only a server whose certificate its
+authority has made for serving, and the server only a site that the roster lists with the same key.
 
 grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 
@@ -41,24 +41,24 @@ from fedtorch.sites.streams.grpc_settings import dial, library, listen, listenin
 from fedtorch.sites.streams.hub import LIMITS, Hub, Limits, Line, Link
 from fedtorch.sites.streams.idle import IdleConnections
 
-_SERVICE, _METHOD = "fedtorch.Sites", "Frames"  # in chunks; another method would be another way to say them
-_STOP = 10.0  # seconds in which a server has ended all streams
-_SPARE = 4  # threads beyond one a peer, for those that are refused
+_SERVICE, _METHOD = "fedtorch.Sites", "Frames"  # frames in chunks; another encoding would get another method
+_STOP = 10.0  # most seconds to end all streams
+_SPARE = 4  # threads besides one for each peer, to refuse further ones
 
 
 def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIMITS) -> Hub:
-    """A hub that listens at `address`, such as `0.0.0.0:9443`; with port 0, `port` of the hub says which was free.
+    """Return a hub that listens at `address`, such as `0.0.0.0:9443`; with port 0, `Hub.port` is the chosen one.
 
     Args:
         address: host and port.
-        identity: of the server, see `identity.make_server`.
+        identity: the server's identity, see `identity.make_server`.
         roster: the sites that may connect, read again whenever its file has changed.
-        limits: of every stream.
+        limits: limits of every stream.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: the address cannot be used.
         PermissionError: the identity is not a server's.
-        ValueError: the certificate is not valid at the time that this machine's clock tells.
+        ValueError: the certificate is not valid at the time of this machine's clock.
     """
     grpc = library()
     identity.check_server()
@@ -81,9 +81,9 @@ def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
     """Return a link to the server at `address`, as the site that `identity` names.
 
     Raises:
-        ConnectionError: there is no server in time, or not the one that was enrolled with.
+        ConnectionError: no server answers in time, or not the one that enrolled the site.
         PermissionError: the identity is not a site's.
-        ValueError: the certificate is not valid at the time that this machine's clock tells.
+        ValueError: the certificate is not valid at the time of this machine's clock.
     """
     grpc = library()
     identity.check_site()
@@ -115,7 +115,7 @@ def _stream(
     requests: Iterator[bytes],
     context: Any,
 ) -> Iterator[bytes]:
-    """Return a site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
+    """Serve a site's stream: yield outgoing chunks, while a thread receives incoming ones."""
     try:
         gate.enter(context.peer())
         (certificate,) = context.auth_context()["x509_pem_cert"]
@@ -144,17 +144,17 @@ def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
 
 
 def _take(requests: Iterator[bytes], hub: Hub, peer: str, line: Line) -> None:
-    """Take a site's frames until its stream ends, or it sends what is not taken."""
+    """Receive a site's frames until its stream ends, or it sends a frame that is refused."""
     try:
         join(requests, line.inward, hub.limits.frame)
     except (ValueError, PermissionError) as error:
         hub.leave(peer, line, PermissionError(str(error)))
-    except Exception as error:  # the stream's end has many names, and its callback ends the line
-        error.__traceback__ = None  # gRPC keeps the error, and would keep the frames that wait
+    except Exception as error:  # a stream ends with many kinds of errors, and its callback ends the line
+        error.__traceback__ = None  # gRPC stores the error, whose traceback would keep waiting frames in memory
 
 
 def _listen(grpc: Any, call: Any, line: Line, limits: Limits) -> None:
-    """Take what the server sends, until the stream ends."""
+    """Receive the server's frames until the stream ends."""
     reason: Exception = ConnectionAbortedError("the server has ended the stream")
     try:
         join(call, line.inward, limits.frame)

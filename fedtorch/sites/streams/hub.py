@@ -1,4 +1,4 @@
-"""The two ends of streams of frames, whatever carries them: a hub with many peers, and a link to one."""
+"""The two ends of streams of frames, over any transport: a hub with many peers, and a link to one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedtorch.sites.streams._pipe import Pipe, Room
 
 
 class Limits(NamedTuple):
-    """Limits what is waited for and held.
+    """Limits on waiting times, numbers of connections and memory.
 
     >>> from fedtorch.sites.streams import memory
     >>> site = memory.link(Hub(Limits(frame=8)), "ward 7")
@@ -24,21 +24,21 @@ class Limits(NamedTuple):
     """
 
     frame: int = 2**28  # bytes of a frame
-    ahead: int = 4  # frames of one peer that wait to be taken, and as many that wait to be sent
-    seconds: float = 30.0  # for a connection, or for room to send
-    keepalive: float = 10.0  # seconds of silence after which a peer is asked whether it is there
-    peers: int = 256  # connected at once
-    each: Rate = Rate(256, 2.0)  # new streams of one address, behind which there may be many peers
+    ahead: int = 4  # frames of one peer that wait to be received, and as many that wait to be sent
+    seconds: float = 30.0  # wait for a connection, or for room to send
+    keepalive: float = 10.0  # seconds of silence before a peer is pinged
+    peers: int = 256  # peers connected at once
+    each: Rate = Rate(256, 2.0)  # new streams of one address, which many peers may share
     all: Rate = Rate(1024, 20.0)  # new streams
-    unasked: int = 2**24  # bytes of a frame that comes without having been asked for
-    member: int = 2**28  # bytes of one peer's frames that wait to be taken
-    total: int = 2**30  # bytes of all peers' frames that wait to be taken
-    idle_each: int = 4  # connections of one address that have no stream yet
-    idle: int = 64  # connections that have no stream yet
-    idle_seconds: float = 10.0  # after which a connection without a stream is closed
+    unasked: int = 2**24  # bytes of a frame that was not requested
+    member: int = 2**28  # bytes of one peer's frames that wait to be received
+    total: int = 2**30  # bytes of all peers' frames that wait to be received
+    idle_each: int = 4  # connections of one address without a stream
+    idle: int = 64  # connections without a stream
+    idle_seconds: float = 10.0  # age at which a connection without a stream is closed
 
     def check(self) -> None:
-        """Raise ValueError unless a frame fits into what one peer may hold, and that into what all may."""
+        """Raise ValueError unless frame <= member <= total bytes."""
         if not 0 < self.frame <= self.member <= self.total:
             raise ValueError(
                 f"Expected frame <= member <= total bytes, but got {self.frame}, {self.member} and {self.total}; raise "
@@ -50,11 +50,11 @@ LIMITS = Limits()
 
 
 class Line(NamedTuple):
-    """A peer as its hub has it, for whoever carries the frames."""
+    """The two directions of a peer's stream, for the transport."""
 
     inward: Pipe
     outward: Pipe
-    admitted: Callable[[], None] | None = None  # raises PermissionError where the peer may not be here any more
+    admitted: Callable[[], None] | None = None  # raises PermissionError if the peer is not admitted any more
 
     def end(self, reason: Exception) -> None:
         """End both directions."""
@@ -63,14 +63,14 @@ class Line(NamedTuple):
 
 
 class Hub:
-    """A server's end: a line to every connected peer. Whoever carries frames opens and ends the lines.
+    """A server's end: a line to every connected peer. The transport opens and ends the lines.
 
     Args:
-        limits: of every line.
+        limits: limits of every line.
 
     Attributes:
-        port: at which it listens, where it does.
-        closed: nobody connects any more.
+        port: the port at which it listens; 0 for none.
+        closed: whether it accepts no more connections.
     """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
@@ -78,7 +78,7 @@ class Hub:
         self.limits, self.port, self.closed = limits, 0, False
         self._changed, self._room = threading.Condition(), Room(limits.total)
         self._lines: dict[str, Line] = {}
-        self._waiting: dict[str, None] = {}  # peers whose frames are taken in turn; of some a link has taken them
+        self._waiting: dict[str, None] = {}  # peers to be received from in turn; a link may have taken their frames
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -89,7 +89,7 @@ class Hub:
 
     @property
     def held(self) -> dict[str, int]:
-        """Return the bytes of each peer's frames that wait to be taken."""
+        """Return the bytes of each peer's frames that wait to be received."""
         with self._changed:
             return {peer: line.inward.held for peer, line in self._lines.items()}
 
@@ -97,13 +97,13 @@ class Hub:
         """Put a frame on the peer's stream; it may not have arrived when this returns.
 
         Args:
-            peer: its name.
-            frame: of the peer.
-            answers: frames of any length with which the peer may answer; others have at most `limits.unasked` bytes.
+            peer: name of the peer.
+            frame: frame for the peer.
+            answers: number of answers of any length; unrequested frames have at most `limits.unasked` bytes.
 
         Raises:
             ConnectionError: the peer is not connected.
-            TimeoutError: it does not take what was sent; it is disconnected.
+            TimeoutError: the peer does not receive earlier frames; it is disconnected.
             ValueError: the frame is too long.
         """
         _check_frame(frame, self.limits)
@@ -115,11 +115,11 @@ class Hub:
         try:
             line.outward.put(frame, self.limits.seconds)
         except TimeoutError as error:
-            self.leave(peer, line, ConnectionAbortedError(str(error)))  # it may come back
+            self.leave(peer, line, ConnectionAbortedError(str(error)))  # it may reconnect
             raise
 
     def receive(self, seconds: float) -> tuple[str, bytes]:
-        """Return the next frame and whom it came from; peers that have sent several take turns.
+        """Return (the sender, its next frame); peers with several waiting frames take turns.
 
         Raises:
             TimeoutError: none came in time.
@@ -135,14 +135,14 @@ class Hub:
                 line.inward.answer_only()
                 del self._waiting[peer]
                 if line.inward.waiting:
-                    self._waiting[peer] = None  # behind the others
+                    self._waiting[peer] = None  # at the end of the queue
             if self._may_speak(peer, line):
                 return peer, frame
 
     def meet(self, peer: str, seconds: float) -> Link:
-        """Return a link to one peer on the stream that it has, once it has connected; the link ends with that stream.
+        """Return a link to one peer on its current stream, once it has connected; the link ends with that stream.
 
-        Frames that are taken from it are not given by `receive`.
+        Frames received from the link are not returned by the hub's `receive`.
 
         Raises:
             TimeoutError: the peer did not connect in time.
@@ -155,18 +155,18 @@ class Hub:
         return Link(line, self.limits, partial(self.leave, peer, line, ConnectionAbortedError("the server hung up")))
 
     def drop(self, peer: str, reason: str) -> None:
-        """End a peer's stream; it is told why."""
+        """End a peer's stream, and send it the reason."""
         with self._changed:
             line = self._lines.get(peer)
         if line is not None:
             self.leave(peer, line, PermissionError(reason))
 
     def join(self, peer: str, admitted: Callable[[], None] | None = None) -> Line:
-        """Return a line for a peer that has connected, in place of an earlier one of the same name.
+        """Return a line for a newly connected peer, which replaces an earlier line of the same name.
 
         Args:
-            peer: its name.
-            admitted: raises PermissionError where it may not be here any more; asked at every frame.
+            peer: name of the peer.
+            admitted: raises PermissionError if the peer is not admitted any more; called at every frame.
 
         Raises:
             ConnectionRefusedError: too many are connected, or the hub has closed.
@@ -189,7 +189,7 @@ class Hub:
         return line
 
     def leave(self, peer: str, line: Line, reason: Exception) -> None:
-        """End a line, and forget the peer unless it has a newer one; frames that wait for `receive` are dropped."""
+        """End a line, and remove the peer unless it has a newer one; frames that wait for `receive` are dropped."""
         with self._changed:
             if self._lines.get(peer) is line:
                 del self._lines[peer]
@@ -197,16 +197,16 @@ class Hub:
         line.inward.abandon()
 
     def end_stalled(self) -> None:
-        """End the lines of peers that have begun a frame, hold room for it, and send nothing more of it."""
+        """End the lines of peers that have begun a frame, which has its room reserved, and stopped sending it."""
         with self._changed:
             lines = dict(self._lines)
         for peer, line in lines.items():
             if line.inward.stalled(self.limits.seconds):
-                reason = f"Expected all of a frame, but nothing more of it came for {self.limits.seconds:g} s"
+                reason = f"Expected a complete frame, but no part of it came for {self.limits.seconds:g} s"
                 self.leave(peer, line, ConnectionAbortedError(reason))
 
     def on_close(self, action: Callable[[], None]) -> None:
-        """Register what is done when the hub closes."""
+        """Register an action for the hub's `close`."""
         self._closing.append(action)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Hub:
             self._closing.pop()()
 
     def _next(self) -> tuple[str, Line] | None:
-        """Return whose frame is taken next; None where none waits."""
+        """Return the peer and line of the next frame; None if none waits."""
         while self._waiting:
             peer = next(iter(self._waiting))
             line = self._lines.get(peer)
@@ -243,12 +243,12 @@ class Link:
     """An end of one stream: a site's, or a server's to one of its sites.
 
     Args:
-        line: to the other side, as this side sees it.
-        limits: of the line.
+        line: line to the other side.
+        limits: limits of the line.
         hang_up: ends the stream.
 
     Attributes:
-        heard: when the last frame of the other side was taken, by `time.monotonic`; None before the first.
+        heard: time of the last received frame, by `time.monotonic`; None before the first.
 
     >>> from fedtorch.sites.streams import memory
     >>> host = Hub()
@@ -268,8 +268,8 @@ class Link:
         """Put a frame on the stream.
 
         Raises:
-            ConnectionError: the stream has ended; the reason.
-            TimeoutError: the other side does not take it.
+            ConnectionError: the stream has ended; the message gives the reason.
+            TimeoutError: the other side does not receive earlier frames.
             ValueError: the frame is too long.
         """
         _check_frame(frame, self._limits)
@@ -280,8 +280,8 @@ class Link:
 
         Raises:
             TimeoutError: none came in time.
-            ConnectionError: the stream has ended; the reason.
-            PermissionError: the server has ended it, or the site may not be here any more; the reason.
+            ConnectionError: the stream has ended; the message gives the reason.
+            PermissionError: the server has ended it, or the site is not admitted any more; with the reason.
         """
         frame = self._line.inward.get(seconds)
         if self._line.admitted is not None:

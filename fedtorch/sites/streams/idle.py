@@ -1,8 +1,8 @@
-"""Connections to a port that have no stream yet: how many there may be, and for how long.
+"""Limits on the number and age of connections to a port that have no stream yet.
 
-gRPC accepts connections and shakes hands before it lets anybody know. So the sockets of this process are looked
-through, twice a second, for connections to the port; those that are too many, or have been there for too long without
-a stream, are closed. This needs `/dev/fd`, which Linux and macOS have. Elsewhere gRPC's own times hold, and no numbers.
+gRPC accepts connections and completes handshakes without notice. So twice a second the sockets of this process are
+searched for connections to the port, and those without a stream are closed if they are too many or too old. This needs
+`/dev/fd`, which Linux and macOS have. Elsewhere only gRPC's own time limits apply, and none on numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from urllib.parse import unquote
 from fedtorch.protocol.rates import address_of
 from fedtorch.sites.streams.hub import Limits
 
-_EVERY = 0.5  # seconds between looks
+_EVERY = 0.5  # seconds between checks
 _DESCRIPTORS = "/dev/fd"
 
 
 class Connection(NamedTuple):
-    """A connection to the port, and a socket of our own for it."""
+    """A connection to the port, with a duplicate of its socket."""
 
     peer: str  # address and port, as gRPC writes them
     inode: int
@@ -35,15 +35,15 @@ class Connection(NamedTuple):
 
 
 class IdleConnections:
-    """Looks after the connections to a port.
+    """Closes connections to a port that have no stream and are too many or too old.
 
     Args:
-        port: that gRPC listens at.
-        limits: how many may have no stream, and for how long.
-        besides: what else is to be looked after as often.
+        port: the port at which gRPC listens.
+        limits: limits on the number and age of connections without a stream.
+        besides: called after every check.
 
     Attributes:
-        streams: the number of streams of each connection, by address and port.
+        streams: number of streams of each connection, by address and port.
     """
 
     def __init__(self, port: int, limits: Limits, besides: Callable[[], None] = lambda: None) -> None:
@@ -55,23 +55,23 @@ class IdleConnections:
         self._thread.start()
 
     def enter(self, peer: str) -> None:
-        """Note a stream of a connection."""
+        """Count a new stream of a connection."""
         with self._changed:
             self.streams[unquote(peer)] += 1
 
     def leave(self, peer: str) -> None:
-        """Note the end of a stream."""
+        """Count the end of a stream."""
         with self._changed:
             self.streams[unquote(peer)] -= 1
-            self.streams += Counter()  # without those at zero
+            self.streams += Counter()  # removes zeros
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         self._closed.set()
         self._thread.join()
 
     def look(self, now: float) -> None:
-        """Close the connections without a stream that are too many or too old, the newest of too many."""
+        """Close connections without a stream that are too old, and the newest of too many."""
         connections = connections_to(self._port)
         try:
             self._since = {each.inode: self._since.get(each.inode, now) for each in connections}
@@ -97,21 +97,21 @@ class IdleConnections:
 
 
 def connections_to(port: int) -> list[Connection]:
-    """Return the connections to a port of this process; their sockets are copies, to be closed."""
+    """Return the connections to a port of this process; the caller closes their sockets, which are duplicates."""
     every: dict[int, Connection] = {}
     with suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
             with suppress(OSError):
                 status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode) and status.st_ino not in every:  # a copy may be listed, too
+                if stat.S_ISSOCK(status.st_mode) and status.st_ino not in every:  # duplicates may be listed, too
                     each = _connection(int(name), port)
                     every |= {} if each is None else {each.inode: each}
     return list(every.values())
 
 
 def _connection(descriptor: int, port: int) -> Connection | None:
-    """Return the connection of a socket, if it is one to the port."""
-    copy = socket.socket(fileno=os.dup(descriptor))  # the descriptor may soon be another's, its copy stays this one
+    """Return the connection of a socket; None if it is not one to the port."""
+    copy = socket.socket(fileno=os.dup(descriptor))  # the descriptor may be reused soon, its duplicate not
     try:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
             host, theirs = copy.getpeername()[:2]

@@ -1,4 +1,4 @@
-"""Sites in the process of their server, for tests and for trying things out.
+"""Sites in the same process as their server, for tests and experiments.
 
 >>> from fedtorch.sites import Hub
 >>> from fedtorch.sites.streams import memory

@@ -1,4 +1,4 @@
-"""Bound the time a site waits for a server that is not there, with pauses between its attempts to connect."""
+"""A limit on a site's wait for an unreachable server, with pauses between its attempts to connect."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PAUSES = (0.05, 5.0)  # seconds between attempts, the first and the longest
 
 
 class Timeout:
-    """The time since a server was last heard of.
+    """The time since the last frame of a server.
 
     Args:
-        seconds: the longest time without a word from it.
+        seconds: longest time without a frame.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -19,7 +19,7 @@ class Timeout:
         self.heard(time.monotonic())
 
     def heard(self, at: float | None) -> None:
-        """Note when the server has said something, by `time.monotonic`; None for not at all."""
+        """Set the time of the server's last frame, by `time.monotonic`; None changes nothing."""
         if at is not None:
             self._since, self._pause = at, _PAUSES[0]
 
@@ -27,7 +27,7 @@ class Timeout:
         """Wait before the next attempt, longer each time.
 
         Raises:
-            TimeoutError: it has been too long; `error` is why the last attempt ended.
+            TimeoutError: the time is up; `error` is the reason why the last attempt ended.
         """
         if time.monotonic() - self._since > self.seconds:
             raise TimeoutError(f"Expected a server within {self.seconds:g} s, but got none; {error}") from error

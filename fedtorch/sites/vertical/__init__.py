@@ -1,4 +1,4 @@
-"""Vertical protocols over streams between organisations: drivers, going on after cuts and kills."""
+"""Drivers of vertical protocols over streams between organisations, which can resume after failures."""
 
 from fedtorch._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Halves over streams, once: whoever is lost ends the protocol at all nodes."""
+"""Drivers of halves over streams without resuming: a lost node ends the protocol at all nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedtorch.sites.vertical._peers import Peer, drive_with, give_up, meet
 
 
 def serve(half: Half, hub: Hub, parties: Sequence[str], seconds: float, timeout: float) -> tuple[Any, Traffic]:
-    """Run the server's half; return its result, and the bytes of payloads."""
+    """Run the server's half; return (its result, the traffic)."""
     try:
         peers = meet(hub, parties, seconds, timeout)
         result = drive_with(half, peers)
         for peer in peers.values():
-            peer.hear_end()
+            peer.receive_end()
         for peer in peers.values():
-            peer.say_end()
+            peer.send_end()
     except BaseException as error:
         give_up(hub, parties, error)
         raise
@@ -26,12 +26,12 @@ def serve(half: Half, hub: Hub, parties: Sequence[str], seconds: float, timeout:
 
 
 def take_part(half: Half, link: Link, seconds: float) -> tuple[Any, Traffic]:
-    """Run a party's half; return its result, and the bytes of payloads."""
+    """Run a party's half; return (its result, the traffic)."""
     server = Peer("the server", link, seconds)
     try:
         result = drive(half, server.send, server.receive)
-        server.say_end()
-        server.hear_end()
+        server.send_end()
+        server.receive_end()
     except BaseException:
         link.close()
         raise

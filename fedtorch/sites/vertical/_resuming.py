@@ -1,18 +1,18 @@
-"""Protocols between organisations that outlive cut connections and nodes that are killed and started again.
+"""Drivers of protocols between organisations that resume after cut connections and killed nodes.
 
     over_hub(half, hub, ["clinic", "laboratory"], folder)                         # the server
     over_link(half, lambda: connect(address, identity), folder)                   # a party
 
-`half` is a function of a `Journal`, see there. Whenever somebody is lost, the server ends all streams, waits until all
-parties are back, and finds the last point that everybody has; from there all go on, with the numbers of a run that
-nothing disturbed. Every wait is bounded: a party that does not come back in time ends the protocol at all nodes, and
-everybody hears its name. A node that fails by itself, or finds its disk full, is waited for just as long, so that
-whoever runs it can set it right and start it again.
+`half` is a function of a `Journal`, see there. When a node is lost, the server ends all streams, waits until all
+parties have reconnected, and determines the last point that all nodes have stored. All resume from there, with the
+numbers of an undisturbed run. Every wait is bounded: a party that does not return in time ends the protocol at all
+nodes, which get its name. The same wait applies to a node that fails by itself, or has a full disk, so that its people
+can repair and restart it.
 
-The server makes the run's identity, by which a party finds its own folder again. When all are done, that is noted
-before it is said, so that a party that misses the last word and comes back hears it, also from a server that has been
-started again. A party that is killed after the last word and begun again finds no server; `fedtorch states` says that
-its run is over, and what a half does with its result it does before.
+The server makes the run's identity, by which a party finds its folder again. The end of the run is recorded before it
+is announced. So a party that has missed the announcement gets it when it reconnects, even from a restarted server. A
+party that is killed after the announcement and restarted finds no server; `fedtorch states` shows that its run is over.
+A half processes its result before the run ends.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from fedtorch.sites.vertical._peers import Peer, PeerLost, drive_with, give_up, 
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
-CLOSING = 10.0  # seconds in which a party that may have missed the last word can come back
-_TRIES = 100  # from one point, before it is said that it goes nowhere
+CLOSING = 10.0  # seconds for parties that may have missed the end of the run to return
+_TRIES = 100  # most attempts from one point before the run is given up
 _LOG = logging.getLogger(__name__)
 
 
 def serve(
     begin: Begin, hub: Hub, parties: Sequence[str], folder: Path | str | None, seconds: float, timeout: float
 ) -> tuple[Any, Traffic]:
-    """Run the server's half to its end; return its result, and the bytes of payloads."""
+    """Run the server's half to its end; return (its result, the traffic of payloads in bytes)."""
     with alone_in(folder):
         server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
         server.journal.enter(_run_in(folder))
@@ -56,7 +56,7 @@ def serve(
 def take_part(
     begin: Begin, dial: Callable[[], Link], folder: Path | str | None, seconds: float, timeout: float
 ) -> tuple[Any, Traffic]:
-    """Run a party's half to its end; return its result, and the bytes of payloads since this process began."""
+    """Run a party's half to its end; return (its result, the traffic of payloads in bytes, of this process)."""
     with alone_in(folder):
         party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Timeout(timeout)
         moved = [0, 0]
@@ -75,7 +75,7 @@ def take_part(
                 if party.entered:
                     waits.heard(time.monotonic())
                 if not party.done:
-                    _LOG.warning("connecting again: %s", error)
+                    _LOG.warning("connection lost, connecting again: %s", error)
                     waits.again(error)
             finally:
                 link.close()
@@ -83,15 +83,15 @@ def take_part(
 
 
 class _Party:
-    """A party's attempts.
+    """A party's attempts at a run.
 
     Args:
-        begin: makes the half.
-        journal: of whatever run the server says.
+        begin: journal -> half.
+        journal: journal of the run that the server names.
 
     Attributes:
-        entered: whether the server has said in this attempt which run it is.
-        done: whether all are done, and `result` is what the half found.
+        entered: whether the server has named the run in this attempt.
+        done: whether all nodes are done, so that `result` is the half's result.
     """
 
     def __init__(self, begin: Begin, journal: Journal) -> None:
@@ -100,7 +100,7 @@ class _Party:
         self.result: Any = None
 
     def half(self) -> Half:
-        """Take part from the point that the server names."""
+        """Run the half from the point that the server names."""
         yield from rollback.enter_run(self.journal)
         self.entered = True
         point = yield from rollback.agree_with_server(self.journal)
@@ -112,18 +112,18 @@ class _Party:
 
 
 class _Server:
-    """The server's attempts.
+    """The server's attempts at a run.
 
     Args:
-        begin: makes the half.
-        hub: where the parties connect.
-        journal: of the run.
-        seconds: the longest wait for a message.
+        begin: journal -> half.
+        hub: the hub to which the parties connect.
+        journal: journal of the run.
+        seconds: longest wait for a message.
 
     Attributes:
-        sure: the parties that have said that they know that all are done.
-        peers: of this attempt, once all have come.
-        traffic: bytes so far.
+        sure: parties that have confirmed that all nodes are done.
+        peers: parties of the current attempt, once all have connected.
+        traffic: bytes of payloads so far.
     """
 
     def __init__(self, begin: Begin, hub: Hub, journal: Journal, seconds: float) -> None:
@@ -133,7 +133,7 @@ class _Server:
         self.traffic = Traffic(0, 0)
 
     def until_done(self, parties: Sequence[str], timeout: float) -> Any:
-        """Go through the protocol with all parties, again and again, until all are done."""
+        """Run the protocol with all parties, and resume it after losses, until all are done."""
         tries, newest = 0, FIRST
         while not self.journal.versions.over:
             try:
@@ -144,12 +144,12 @@ class _Server:
                 if tries >= _TRIES or not self.peers:
                     give_up(self.hub, parties, error)
                     raise
-                _LOG.warning("waiting for all parties, to go on from a point: %s", error)
+                _LOG.warning("waiting for all parties, to resume the run: %s", error)
             except ConnectionError as error:
                 give_up(self.hub, parties, error)
                 raise
             except OSError:
-                raise  # such as a full disk: the parties wait until the server is started again
+                raise  # such as a full disk: the parties wait until the server is restarted
             except Exception as error:
                 give_up(self.hub, parties, error)
                 raise
@@ -158,26 +158,26 @@ class _Server:
         return self.attempt([], timeout)
 
     def attempt(self, parties: Sequence[str], timeout: float) -> Any:
-        """Go through the protocol with these parties once; raise `PeerLost` where that ends too early."""
+        """Run the protocol with these parties once; raise `PeerLost` if a node is lost."""
         self.peers = meet(self.hub, parties, self.seconds, timeout)
         result = drive_with(self.half(parties), self.peers)
         for name, peer in self.peers.items():
             with suppress(PeerLost):
-                peer.hear_end()
+                peer.receive_end()
                 self.sure.add(name)
-                peer.say_end()
+                peer.send_end()
         self._count()
         return result
 
     def half(self, parties: Sequence[str]) -> Half:
-        """Go on from the last point that the server and these parties have."""
+        """Run the half from the last point that the server and these parties have stored."""
         yield from rollback.agree_with_parties(self.journal, parties)
         result = yield from self.begin(self.journal)
         yield from rollback.end_with_parties(self.journal, parties)
         return result
 
     def close_late_parties(self, parties: Sequence[str], seconds: float) -> None:
-        """Say that all are done to parties that come back because they may not know it."""
+        """Announce the end of the run to parties that reconnect because they have missed it."""
         ends = time.monotonic() + seconds
         while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:
             for name in unsure:
@@ -187,21 +187,21 @@ class _Server:
                     self._hang_up()
 
     def _count(self) -> None:
-        """Add up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
+        """Add the bytes of this attempt, and leave its streams open for another protocol."""
         for peer in self.peers.values():
             self.traffic = Traffic(self.traffic.up + peer.received, self.traffic.down + peer.sent)
         self.peers = {}
 
     def _hang_up(self) -> None:
-        """End the streams of an attempt that came to nothing, so that the parties connect again."""
+        """End the streams of a failed attempt, so that the parties reconnect."""
         for peer in self.peers.values():
             peer.link.close()
         self._count()
 
 
 def _run_in(folder: Path | str | None) -> str:
-    """Return the run that a folder is of, or a new one."""
-    kept = [] if folder is None else runs(folder)
-    if len(kept) > 1:
-        raise ValueError(f"Expected the folder of one run, but {folder} has {[each.run for each in kept]}")
-    return kept[0].run if kept else secrets.token_hex(16)
+    """Return the identity of the folder's run, or a new one."""
+    stored = [] if folder is None else runs(folder)
+    if len(stored) > 1:
+        raise ValueError(f"Expected the folder of one run, but {folder} has {[each.run for each in stored]}")
+    return stored[0].run if stored else secrets.token_hex(16)

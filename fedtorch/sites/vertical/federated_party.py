@@ -1,16 +1,16 @@
-r"""A vertical party that is itself a federation: its rows lie at several sites, whose features nobody joins.
+r"""A vertical party that is itself a federation: its rows are at several sites, and their features are never joined.
 
-Party j's part of the bound is a sum over rows beside terms of its parameters alone,
+Party j's part of the bound is a sum over rows and terms of its parameters alone,
 
 .. math:: \log p(\theta_j) - \log q(\theta_j) + \sum_k \sum_{i \in k}
     \Big[\log\frac{p(z_{ij} \mid \theta_j)}{q(z_{ij} \mid \theta_j)} + \langle g_{ij}, z_{ij}\rangle\Big] ,
 
-g being what comes down of the others' terms. So each site k computes what it sends up for its own rows, and the
-gradient of its own sum; the party puts values in the place of their rows and adds gradients up, by an algorithm on the
-contract. Beside the server it is a `PartyNode` like any other, and moves as one that has all rows.
+with g the gradient of the others' terms, which the server sends. So each site k computes the values of its own rows and
+the gradient of its own sum. The party puts the values in the places of their rows and adds up the gradients, by an
+ordinary `Algorithm`. To the server it is a `PartyNode` like any other, with the same steps as a party with all rows.
 
-A site hears the party's parameters, and noise, gradients, weights and response (where parties know it) of its own rows
-only; it tells their values and its gradient, which the party sees.
+A site receives the party's parameters, and only for its own rows noise, gradients, weights and (if parties know it) the
+response. It sends the values of its rows and its gradient, which the party sees.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 @without_rows
-class _Asked(NamedTuple):
-    """Hold what a site hears, `(K, ...)`; of its rows `(K, N, ...)`."""
+class _Inbox(NamedTuple):
+    """Inboxes of sites, `(K, ...)`; values of their rows `(K, N, ...)`."""
 
     parameters: dict[str, Tensor]
     theta: Tensor  # noise of θ
-    climbing: Tensor  # (K,) whether it is to tell a gradient
-    scale: Tensor  # (K, B) of its rows' terms
+    climbing: Tensor  # (K,) whether a gradient is requested
+    scale: Tensor  # (K, B) scale of the terms of its rows
     z: Tensor  # noise of z
     gradient: Tensor
     response: Tensor
@@ -65,39 +65,38 @@ class _Asked(NamedTuple):
     )
 )
 @without_rows
-class _Told(NamedTuple):
-    """Hold what a site tells."""
+class _Message(NamedTuple):
+    """Messages of sites."""
 
-    values: Sum  # (K, N, ...) of its rows
-    gradients: Sum  # {name: (K, ...)} of its terms, added up over draws
+    values: Sum  # (K, N, ...) values of their rows
+    gradients: Sum  # {name: (K, ...)} gradients of their terms, summed over draws
 
 
 @without_rows
 class _Server(NamedTuple):
-    """Hold the last question and its answers."""
+    """The last inboxes of the sites, and their answers."""
 
-    asked: _Asked
-    answered: Tensor  # (M,) sites
+    asked: _Inbox
+    answered: Tensor  # (M,) sites that have answered
     values: Tensor
     gradients: dict[str, Tensor]
 
 
 class FederatedParty(PartyNode):
-    """A party whose rows lie at the clients of a population.
+    """A party whose rows are at the clients of a population.
 
     Args:
-        part: the party's part of a model, which it trains in place.
-        data: what all of the party know of the aligned rows: weights, and the response where parties see it; no
-            features.
-        population: whose clients' rows are (features `(d,)`, the number of the aligned row `()`); each row is at one.
-        optimizer: from parameters to an optimiser.
-        per_row: whether the bound is divided by the weights' sum; as at the server.
-        faults: of the sites, for simulations.
+        part: the party's part of a model, which is trained in place.
+        data: the party's common data of the aligned rows: weights, and the response if parties see it; no features.
+        population: the sites, with rows (features `(d,)`, number of the aligned row `()`); each row is at one site.
+        optimizer: parameters -> optimiser.
+        per_row: whether the bound is divided by the weights' sum, as at the server.
+        faults: faults of the sites, for simulations.
 
     Raises:
-        ValueError: rows that no site has, or more than one; a family with parameters for every row; a model whose
-            likelihood the parties evaluate.
-        RuntimeError: in an iteration, when a site does not answer; the message names it, and nothing has moved.
+        ValueError: a row at no site or at several; a family with parameters for every row; a model whose likelihood the
+            parties evaluate.
+        RuntimeError: in an iteration, if a site does not answer; the message names it, and no parameter has changed.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -145,11 +144,11 @@ class FederatedParty(PartyNode):
 
     @property
     def rows(self) -> int:
-        """Return how many aligned rows there are."""
+        """Return the number of aligned rows."""
         return self.data.response.shape[-1]
 
     def check(self, data: VerticalData) -> None:
-        """Raise `ValueError` unless the sites' rows are what this party needs."""
+        """Raise `ValueError` unless the sites' rows suit this party."""
         if data.features or data.present is not None:
             raise ValueError("Expected no features at the party itself, but got some; they are at its sites")
         data.check_known()
@@ -160,7 +159,7 @@ class FederatedParty(PartyNode):
             raise ValueError("Expected the response at the party, which its encoder needs, but got NaN")
 
     def propose(self, iteration: Iteration) -> Proposal:
-        """Draw θ_j, and ask the sites for what they contribute."""
+        """Draw θ_j, and request the sites' values."""
         if iteration.rows is not None:
             raise ValueError("Expected all rows in every iteration of a federated party, but got a minibatch")
         drawn = self.draw(iteration)
@@ -177,7 +176,7 @@ class FederatedParty(PartyNode):
         rate: float | None = None,
         local_steps: int = 1,
     ) -> None:
-        """Move up the bound by the sum of the sites' gradients; arguments as of `PartyNode.climb`."""
+        """Take gradient steps by the sum of the sites' gradients; arguments as of `PartyNode.climb`."""
         assert likelihood is None
         drawn = proposal.drawn
         for _ in range(local_steps):
@@ -188,17 +187,17 @@ class FederatedParty(PartyNode):
             mine = self.model.masked(predictor.log_prior(theta), 0.0) + self.minus_log_q(theta)
             named = dict(self.part.named_parameters())
             objective, leaves = self.scaled(mine).sum(), list(named.values())
-            known = objective.requires_grad  # not of a point with a flat prior
-            own = torch.autograd.grad(objective, leaves, allow_unused=True) if known else [None] * len(leaves)
-            for (name, leaf), each in zip(named.items(), own):
+            known = objective.requires_grad  # False for a point with a flat prior
+            grads = torch.autograd.grad(objective, leaves, allow_unused=True) if known else [None] * len(leaves)
+            for (name, leaf), each in zip(named.items(), grads):
                 total = of_sites[name].to(leaf) if each is None else of_sites[name].to(leaf) + each
                 leaf.grad = (total / -mine.shape[1]).contiguous()
             climb(self.optimizer, rate)
 
     def _ask(self, drawn: Drawn, gradient: Tensor | None) -> _Server:
         """Return the sites' values in the places of their rows, and the sum of their gradients."""
-        asked = self._question(drawn, gradient)
-        run = self._begun(asked)
+        asked = self._site_inboxes(drawn, gradient)
+        run = self._site_run(asked)
         run.server = run.server._replace(asked=asked)
         run.step()
         answers: _Server = run.server
@@ -207,16 +206,16 @@ class FederatedParty(PartyNode):
             names = ", ".join(repr(self.sites.names[k]) for k in missing)
             raise RuntimeError(
                 f"Expected an answer of every site of party {self.part.name!r} in step {run.number}, but got none of "
-                f"{names}; its rows would be missing from the sum. Nothing has moved: go on when it is back, or leave "
-                "its rows out at all parties"
+                f"{names}; its rows would be missing from the sum. No parameter has changed: repeat the step when the "
+                "site is back, or leave its rows out at all parties"
             )
-        kept = self.place >= 0
-        order = self.place[kept].argsort()
-        values = answers.values[kept][order].movedim(0, -1)
+        real = self.place >= 0
+        order = self.place[real].argsort()
+        values = answers.values[real][order].movedim(0, -1)
         return answers._replace(values=values)
 
-    def _question(self, drawn: Drawn, gradient: Tensor | None) -> _Asked:
-        """Return what the sites hear."""
+    def _site_inboxes(self, drawn: Drawn, gradient: Tensor | None) -> _Inbox:
+        """Return the sites' inboxes."""
         sites, count = len(self.sites), drawn.theta.shape[0]
         draws, outputs = drawn.theta.shape[1], self.model.outputs[self.index]
         index, like = self.place.clamp(min=0), drawn.theta
@@ -227,7 +226,7 @@ class FederatedParty(PartyNode):
         scale = (1 / self._total.to(like)).reshape(-1).expand(count) if self.per_row else like.new_ones(count)
         noise = drawn.noise.z[self.index]
         z = noise if noise.shape[-1] == self.rows else noise.new_zeros(*noise.shape[:-1], self.rows)
-        return _Asked(
+        return _Inbox(
             {name: leaf.detach().expand(sites, *leaf.shape) for name, leaf in self.part.named_parameters()},
             drawn.noise.theta[self.index].expand(sites, *drawn.noise.theta[self.index].shape),
             torch.full((sites,), gradient is not None),
@@ -238,8 +237,8 @@ class FederatedParty(PartyNode):
             of_rows(weight) * held,
         )
 
-    def _begun(self, asked: _Asked) -> Run:
-        """Return the run of the sites; its states, and what it has noted, are no part of the party's."""
+    def _site_run(self, asked: _Inbox) -> Run:
+        """Return the run over the sites, whose state is not part of the party's."""
         if self._run is None:
             algorithm = _algorithm(copy.deepcopy(self.part), asked)
             self._run = Run(algorithm, self.population, {}, faults=self._faults)
@@ -250,7 +249,7 @@ def _places(sites: FederatedData, rows: int) -> Tensor:
     """Return the aligned row of each of a site's rows, `(K, N)`, −1 beyond its last.
 
     Raises:
-        ValueError: a row that no site has, or more than one.
+        ValueError: a row at no site or at several.
     """
     place = torch.full((len(sites), int(sites.counts.max())), -1)
     owners: dict[int, str] = {}
@@ -269,12 +268,12 @@ def _places(sites: FederatedData, rows: int) -> Tensor:
     return place
 
 
-def _algorithm(part: Part, asked: _Asked) -> Algorithm:
-    """Return the rounds of a party's sites: values, and where they are to climb gradients."""
+def _algorithm(part: Part, asked: _Inbox) -> Algorithm:
+    """Return the algorithm of a party's sites, which computes values and, if requested, gradients."""
     zeros = {name: leaf[0].new_zeros(leaf.shape[1:]) for name, leaf in asked.parameters.items()}
     start = _Server(asked, torch.zeros(0, dtype=torch.int64), torch.zeros_like(asked.gradient), zeros)
 
-    def client(inbox: _Asked, state: Tree, data: Any, turn: Turn) -> Reply:
+    def client(inbox: _Inbox, state: Tree, data: Any, turn: Turn) -> Reply:
         x = tree.leaves(data.batch)[0]
         values, gradients = torch.zeros_like(inbox.gradient), tree.zeros_like(inbox.parameters)
         for k, count in enumerate(data.count.tolist()):
@@ -283,12 +282,12 @@ def _algorithm(part: Part, asked: _Asked) -> Algorithm:
             values[k, :count] = value.movedim(-1, 0)
             for name, leaf in each.items():
                 gradients[name][k] = leaf
-        return Reply(_Told(Sum(values), Sum(gradients)), state, {})
+        return Reply(_Message(Sum(values), Sum(gradients)), state, {})
 
     def server(state: _Server, aggregate: RowsOf, key: Tensor) -> _Server:
-        told = aggregate.message
-        values = torch.zeros_like(state.asked.gradient).index_copy(0, aggregate.ids, told.values.value)
-        gradients = tree.map(lambda leaf: leaf.sum(0), told.gradients.value)
+        message = aggregate.message
+        values = torch.zeros_like(state.asked.gradient).index_copy(0, aggregate.ids, message.values.value)
+        gradients = tree.map(lambda leaf: leaf.sum(0), message.gradients.value)
         return state._replace(answered=aggregate.ids, values=values, gradients=gradients)
 
     return Algorithm(
@@ -303,8 +302,8 @@ def _algorithm(part: Part, asked: _Asked) -> Algorithm:
     )
 
 
-def _of_a_site(part: Part, asked: _Asked, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a site's values `(B, M, C, n)`, and the gradient of its rows' terms."""
+def _of_a_site(part: Part, asked: _Inbox, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a site's values `(B, M, C, n)`, and the gradient of its rows' terms if requested."""
     named = dict(part.named_parameters())
     with torch.no_grad():
         for name, leaf in named.items():
@@ -319,7 +318,7 @@ def _of_a_site(part: Part, asked: _Asked, x: Tensor) -> tuple[Tensor, dict[str, 
         value, _, terms = party_bound(model, part.guide, index, part.q, theta, data, noise)
         if not bool(asked.climbing):
             return value.detach(), {}
-        own = terms - model.masked(model.predictors[index - 1].log_prior(theta), 0.0)
-        objective = own * asked.scale[:, None] + (value * last(asked.gradient)).sum((-2, -1))
-        found = torch.autograd.grad(objective.sum(), list(named.values()), allow_unused=True)
-    return value.detach(), {name: each for (name, _), each in zip(named.items(), found) if each is not None}
+        row_terms = terms - model.masked(model.predictors[index - 1].log_prior(theta), 0.0)
+        objective = row_terms * asked.scale[:, None] + (value * last(asked.gradient)).sum((-2, -1))
+        gradients = torch.autograd.grad(objective.sum(), list(named.values()), allow_unused=True)
+    return value.detach(), {name: each for (name, _), each in zip(named.items(), gradients) if each is not None}

@@ -1,22 +1,22 @@
-"""One node per organisation: halves of a protocol over `fedtorch.sites`, with bounded sizes and waits.
+"""Halves of a vertical protocol over `fedtorch.sites`, one node per organisation, with bounded sizes and waits.
 
-The server (or leader) has a hub, a party a link to it. Every node runs its own half with its own data, and nothing else
-leaves it:
+The server (or leader) has a hub, a party a link to it. Every node runs its own half with its own data, and only the
+half's messages leave it:
 
     over_hub(server_half(server, iterations), hub, ["clinic", "laboratory"])      # the server
     over_link(party_half(party, iterations), link)                                # a party
 
-A half may be several, one after the other, so that rows are aligned and models of them trained on one stream:
+A half may consist of several in sequence, for example to align rows and then train a model of them on one stream:
 
     def half():
         rows = yield from Holder(identifiers, "clinic").following("leader")
         party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
         yield from party_half(party, iterations)
 
-Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
-sender's name. A party that is lost, late or refused ends the protocol at all nodes, and everybody hears its name:
-a half cannot be begun in the middle. A function that makes it of a `Journal` can be begun again, and then the run goes
-on (`_resuming`). When a half's driver returns, everything has arrived, and the stream may be used for another protocol.
+Nothing is pickled. A payload with another structure, shape or dtype than expected, or with NaN, is refused, with its
+sender's name. A party that is lost, late or refused ends the protocol at all nodes, which get its name, because a half
+cannot be restarted in the middle. A function from a `Journal` to a half can be restarted, and then the run resumes
+(`_resuming`). When a half's driver returns, all messages have arrived, and the stream may be used for another protocol.
 """
 
 from __future__ import annotations
@@ -45,24 +45,23 @@ def over_hub(
     seconds: float = SECONDS,
     timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Run the server's half to its end; return its result, and the bytes of payloads.
+    """Run the server's half to its end; return (its result, the traffic of payloads in bytes).
 
     Args:
-        half: of the server, or of the leader of an alignment. A function that makes it of a `Journal` lets the run
-            outlive cut connections and nodes that are killed; see
-            `_resuming`.
-        hub: where the parties connect; meanwhile it is used for nothing else with them.
-        parties: the names under which they connect; in the protocol party j from 1 on, or by its name.
-        folder: of this run alone, from which a server that was killed goes on; None for one that is not killed.
-        seconds: the longest wait for a message.
-        timeout: the longest wait for parties to connect, at first and after they were lost.
+        half: half of the server, or of the leader of an alignment. With a function from a `Journal` to the half, the
+            run survives cut connections and killed nodes; see `_resuming`.
+        hub: the hub to which the parties connect, and which meanwhile serves no other protocol with them.
+        parties: names under which the parties connect; in the protocol, party j from 1 on, or its name.
+        folder: a folder for this run alone, from which a killed server resumes; None if it need not resume.
+        seconds: longest wait for a message.
+        timeout: longest wait for parties to connect, at first and after a loss.
 
     Raises:
-        ConnectionError: a party did not come, was lost or late, or may not be here any more.
-        fedtorch.wire.PayloadError: a message that is not what was expected.
-        FileExistsError: another process works in the folder.
-        TypeError: a folder, and a half that cannot be begun again.
-        ValueError: two parties of one name, or a folder of several runs.
+        ConnectionError: a party did not connect, was lost or late, or is not admitted any more.
+        fedtorch.wire.PayloadError: a message is not the expected one.
+        FileExistsError: another process uses the folder.
+        TypeError: a folder, and a half that cannot be restarted.
+        ValueError: two parties with one name, or a folder with several runs.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> from fedtorch.sites.streams import memory
@@ -77,7 +76,7 @@ def over_hub(
     >>> traffic == clinic.result()[1]  # both count the same
     True
 
-    With functions of a journal, and a way to connect again:
+    With functions of a journal, and a function that reconnects:
 
     >>> leader = lambda journal: journal.once(Holder(["bob", "cem"], "leader").leading(["clinic"]))
     >>> half = lambda journal: journal.once(Holder(["ann", "bob"], "clinic").following("leader"))
@@ -93,7 +92,9 @@ def over_hub(
     if callable(half):
         return resuming.serve(half, hub, parties, folder, seconds, timeout)
     if folder is not None:
-        raise TypeError("Expected half= as a function of a Journal where a run goes on from a folder, but got a half")
+        raise TypeError(
+            "Expected half= as a function of a Journal, so that a run resumes from its folder, but got a half"
+        )
     return once.serve(half, hub, parties, seconds, timeout)
 
 
@@ -105,37 +106,37 @@ def over_link(
     seconds: float = SECONDS,
     timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Run a party's half to its end; return its result, and the bytes of payloads since this process began.
+    """Run a party's half to its end; return (its result, the traffic of payloads in bytes, of this process).
 
     Args:
-        half: of this party; all its messages are to and from the server. Or a function that makes it of a `Journal`,
-            where the server's is one.
-        link: to the server; closed where the half fails. With a function of a journal it is a function as well, which
-            connects: `lambda: connect("server.example:9443", identity)`.
-        folder: where states are kept, of all runs that this party takes part in; None keeps them in memory.
-        seconds: the longest wait for a message, which may be one for all other parties, also for them to come back.
-        timeout: the longest time without a server, for a party that connects again.
+        half: half of this party; all its messages are to and from the server. Or, as at the server, a function from a
+            `Journal` to the half.
+        link: link to the server, closed if the half fails. With a function of a journal, a function that connects, too:
+            `lambda: connect("server.example:9443", identity)`.
+        folder: stores states of all runs of this party; None to keep them in memory.
+        seconds: longest wait for a message, which may include the server's wait for all other parties to return.
+        timeout: longest time without a server, for a party that reconnects.
 
     Raises:
-        ConnectionError: the server was lost or late, or has given up; why.
-        TimeoutError: there was no server for longer than the timeout.
-        fedtorch.wire.PayloadError: a message that is not what was expected.
-        FileExistsError: another process works in the folder.
-        TypeError: a half that cannot be begun again with a folder or a way to connect again, or the other way round.
+        ConnectionError: the server was lost or late, or has ended the protocol; the message gives the reason.
+        TimeoutError: the server was unreachable for longer than the timeout.
+        fedtorch.wire.PayloadError: a message is not the expected one.
+        FileExistsError: another process uses the folder.
+        TypeError: a half that cannot be restarted, with a folder or a function that connects; or the other way round.
     """
     expected.positive(seconds=seconds, timeout=timeout)
     if callable(half) and callable(link):
         return resuming.take_part(half, link, folder, seconds, timeout)
     if callable(half) or callable(link) or folder is not None:
         raise TypeError(
-            "Expected a half and a link, or functions that make them of a Journal and of nothing, but got one of each; "
-            "a run that goes on needs over_link(lambda journal: …, lambda: connect(…), folder)"
+            "Expected either a half and a link, or a function of a Journal and a function that connects, but got a "
+            "mixture; to resume a run use over_link(lambda journal: …, lambda: connect(…), folder)"
         )
     return once.take_part(half, link, seconds)
 
 
 def read_half(path: Path | str) -> Callable[[Any], Half]:
-    """Return the function `half` of a party's own file: from a `fedtorch.protocol.journal.Journal` to the party's half.
+    """Return the function `half` of a party's file: `fedtorch.protocol.journal.Journal` -> the party's half.
 
     Raises:
         FileNotFoundError: there is no such file.

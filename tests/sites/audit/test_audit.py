@@ -247,7 +247,7 @@ def test_a_cut_end_is_found_by_a_noted_head_and_by_the_other_side(ran: Place, tm
     verdict = changed(ran, tmp_path, cut, certificate=ran.server.authority, head=head)
     assert verdict.message == f"FAILED: entries {len(cut) + 1} to {len(cut) + 3} are missing at the end"
     assert ran.verify("a", head).holds
-    assert "is not the one that was noted" in ran.verify("a", f"2:{head.partition(':')[2]}").message
+    assert "is not the one noted" in ran.verify("a", f"2:{head.partition(':')[2]}").message
     verdict = audit.compare(tmp_path / "changed.jsonl", ran.path("server"))
     assert "is an answer that 'a' has no record of" in verdict.message
     shorter = [line for line in lines(ran, "server") if json.loads(line)["entry"] < len(lines(ran, "server")) - 3]
@@ -271,7 +271,7 @@ def test_half_a_line_is_removed_and_said(place: Place) -> None:
     place.path("a").write_bytes(whole + b'{"entry":3,"ev')
     verdict = place.verify("a")
     assert verdict.holds
-    assert "only written in part" in verdict.remarks[0]
+    assert "last line is incomplete" in verdict.remarks[0]
     place.record("a").note("two")
     assert place.verify("a") == place.verify("a")._replace(remarks=())
     repaired = place.events("a")[2]
@@ -385,13 +385,13 @@ def test_long_fields_become_digests(place: Place) -> None:
 def test_a_server_of_another_authority_begins_no_run(place: Place, tmp_path: Path) -> None:
     other = identity.make_server(tmp_path / "other")
     place.server = other
-    with pytest.raises(RuntimeError, match="has not signed what it begins the run with"):
+    with pytest.raises(RuntimeError, match="has not signed the content with which it begins the run"):
         place.run()
     place.server = place.sites["b"]  # a member's certificate is none for servers
     with pytest.raises(ValueError, match="of another key"):
         place.record("server")
     place.path("server").unlink()
-    with pytest.raises(RuntimeError, match="has not signed what it begins the run with"):
+    with pytest.raises(RuntimeError, match="has not signed the content with which it begins the run"):
         place.run()
 
 

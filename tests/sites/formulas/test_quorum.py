@@ -122,7 +122,7 @@ def test_nothing_in_a_quorum_s_design_is_of_fewer_rows_than_the_minimum() -> Non
         (1.5, 4, "above 0 and at most 1"),
         (5, 4, "1 to 4 sites, but got 5"),
         (math.nan, 4, "but got nan"),
-        (1, 4, r"at least 2 of 4 sites, .* but got 1, which is 1 site; say 1.0 for all of them"),
+        (1, 4, r"at least 2 of 4 sites, .* but got 1, which is 1 site; use 1.0 for all sites"),
         (0.25, 4, "at least 2 of 4 sites"),
     ],
 )
@@ -178,8 +178,8 @@ def test_a_site_that_was_not_in_the_agreement_is_told_so_where_a_run_lists_it(ca
     host = loopback(without="d")
     design = agree(host, NAMES, FORMULA, quorum=3, **ASK)
     host.start("d")
-    remedy = r"makes rows by its design, sites.agree\(host, \['d'\], design\), and tells nothing of its columns for it"
-    with pytest.raises(ValueError, match=f"'d' has a frame, of which no rows are made yet.*{remedy}"):
+    remedy = r"sites.agree\(host, \['d'\], design\), and disclose nothing of their columns for it"
+    with pytest.raises(ValueError, match=f"'d' has a frame without a design yet.*{remedy}"):
         Remote(host, NAMES, "it", timeout=1.0)
     (line,) = [each.getMessage() for each in caplog.records if each.name.endswith("_site_log")]
     assert "sites.agree(host, ['d'], design)" in line

@@ -122,7 +122,7 @@ def test_nothing_is_sent_to_somebody_else(place: Place, tmp_path: Path) -> None:
         enrolment.enrol(token, place.folder / "site")
     assert not (place.folder / "site").exists()
     other.enrolling.close()
-    with pytest.raises(ConnectionError, match="got no answer; ask whether it is up"):
+    with pytest.raises(ConnectionError, match="got no answer; ask whether it is running"):
         enrolment.enrol(token, place.folder / "site")
 
 
@@ -138,14 +138,14 @@ def test_a_site_that_enrols_anew_has_a_new_key_and_the_old_one_is_out(place: Pla
     "text", ["", "hello", "fedtorch1.", "fedtorch1.e30", "fedtorch1.W10", "fedtorch1.!!!", "fedtorch2.e30"]
 )
 def test_tokens_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="Expected a whole token as `fedtorch invite` prints it"):
+    with pytest.raises(ValueError, match="Expected a complete token as printed by `fedtorch invite`"):
         enrolment.Token.read(text)
 
 
 def test_a_token_that_lacks_its_end(place: Place) -> None:
     text = str(place.invite())
     for end in range(1, 40):
-        with pytest.raises(ValueError, match="Expected a whole token"):
+        with pytest.raises(ValueError, match="Expected a complete token"):
             enrolment.Token.read(text[:-end])
 
 

@@ -381,7 +381,7 @@ def test_a_server_that_asks_for_anything_else_is_refused(both: Both) -> None:
     [
         ({"after_fit": "effects"}, "Expected after_fit= as a tuple"),
         ({"after_fit": ("rows",)}, "Expected after_fit= as a tuple"),
-        ({"after_fit": ("effects",), "epsilon": 1.0}, "nothing that is told after a fit has noise"),
+        ({"after_fit": ("effects",), "epsilon": 1.0}, "answers after a fit have no noise"),
     ],
 )
 def test_policies_out_of_range(given: dict[str, Any], message: str) -> None:

@@ -94,7 +94,10 @@ def test_a_no_is_heard_by_the_server_and_on_record_with_what_was_shown(tmp_path:
     assert remote.troubles == {"b": f"the site's people have said no to the run {number[:8]}"}
     (shown,) = made.people["b"].shown
     assert shown.startswith(f"Run {number}\nAlgorithm: it(mu=0.5)\nClients: clients 2 to 3 of 6\nWhat leaves")
-    assert "round: change.value.weight, change.value.bias (of a site's sum, exact, to the server)\n      tells" in shown
+    assert (
+        "round: change.value.weight, change.value.bias (of a site's sum, exact, to the server)\n      discloses"
+        in shown
+    )
     assert made.consents("b") == [(digest(shown.encode()), "no")]
     assert [answer for _, answer in made.consents("a")] == ["yes"]
     made.end(remote, run)

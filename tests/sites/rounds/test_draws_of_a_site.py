@@ -211,7 +211,7 @@ def by_rank(policy: Policy) -> int:
     told = frames.read(site.hello(), "a").texts("clients")
     pseudonyms = Pseudonyms(None)
     pseudonyms._secret = site._names._secret
-    place = {name: k for k, name in enumerate(pseudonyms.told(tuple(frame["patient"]), hidden=True))}
+    place = {name: k for k, name in enumerate(pseudonyms.aliases(tuple(frame["patient"]), hidden=True))}
     return sum((place[name] < ROWS // 2) == (k < ROWS // 2) for k, name in enumerate(told))
 
 
@@ -231,7 +231,7 @@ def test_all_that_a_site_has_of_each_client_is_in_one_order() -> None:
     told = frames.read(site.hello(), "a").texts("clients")
     assert told == sorted(told)
     assert set(ordered.names) == set(names)
-    assert ordered.names == validation.names == tuple(sorted(names, key=lambda name: site._names.told([name], True)))
+    assert ordered.names == validation.names == tuple(sorted(names, key=lambda name: site._names.aliases([name], True)))
     for k, name in enumerate(ordered.names):
         assert torch.equal(ordered[k][0], data[names.index(name)][0])
         assert torch.equal(validation[k][0], data[names.index(name)][0])

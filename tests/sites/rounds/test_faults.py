@@ -345,7 +345,7 @@ def hello(**changes: Any) -> Callable[[Loopback], None]:
     [
         ({"protocol": 1}, "speaks protocol 6, but 'b' speaks 1; install the same version"),
         ({"protocol": "x"}, "expected protocol between"),
-        ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' says that it has 4009"),
+        ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' reports 4009"),
         ({"rows": [9]}, "as many numbers of rows, but got 2 and 1"),
         ({"clients": ["x", "x"]}, "clients that differ"),
         ({"kind": 3}, "expected a kind of frame"),
@@ -362,9 +362,9 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"clients": ["x", "y"]}, "with which 'b' first came"),
-        ({"rows": [9, 5]}, "with which 'b' first came"),
-        ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "with which 'b' first came"),
+        ({"clients": ["x", "y"]}, "that 'b' first reported"),
+        ({"rows": [9, 5]}, "that 'b' first reported"),
+        ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "that 'b' first reported"),
         ({"protocol": 1}, "speaks protocol 6, but 'b' speaks 1; install the same version"),
     ],
 )
@@ -382,7 +382,7 @@ def test_the_run_goes_on_without_a_site_that_comes_back_as_another(
     assert ("b" in made.host.dropped) == ("protocol" in change)
     if "protocol" not in change:
         assert made.host.sites["b"].unlisted
-        assert any("first came" in each.getMessage() for each in caplog.records if each.name.endswith("_site_log"))
+        assert any("first reported" in each.getMessage() for each in caplog.records if each.name.endswith("_site_log"))
 
 
 def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +419,7 @@ def test_a_site_that_lies_about_its_rows_is_left_out() -> None:
     run = made.run()
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert (
-        "expected the weight of 13 rows, which the site says it has, but got '1000000.0'"
+        "expected a weight of at most 13, the rows that the site has reported, but got '1000000.0'"
         in run.population.troubles["b"]
     )
 
@@ -523,7 +523,7 @@ def test_a_site_says_what_is_not_for_it() -> None:
     assert "expected one of ['ask', 'envelopes', 'evaluate', 'round', 'total'], but got 'fetch'" in reason(
         frames.encode("fetch", run=run, sequence=5)
     )
-    assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
+    assert "have no persistent contributions" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
     assert tree.leaves(made.run().clients.state_dict())
 
 

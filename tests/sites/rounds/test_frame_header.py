@@ -158,8 +158,8 @@ def test_few_headers_are_kept_and_none_that_is_long() -> None:
     long = frames.encode("round", None, text="x" * 2**15)
     for _ in range(2):
         assert frames.read(long, "a").text("text") == "x" * 2**15
-    for number in range(3 * header._MOST_KEPT):
+    for number in range(3 * header._MOST_CACHED):
         frames.read(frames.encode("round", None, text=str(number)), "a")
     for kept in (header._READ, header._WRITTEN):
-        assert len(kept) <= header._MOST_KEPT
+        assert len(kept) <= header._MOST_CACHED
     assert max(map(len, header._READ)) <= header._LONGEST

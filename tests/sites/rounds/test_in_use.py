@@ -90,7 +90,7 @@ def test_two_sites_with_one_solver_are_refused_by_name(part: str) -> None:
         run = ft.Run(averaging(), sites)
         run.step()
         (why,) = sites.troubles.values()
-    assert "'it' returns an algorithm, or a solver in one, with which another site of the same process computes" in why
+    assert "'it' returns an algorithm, or a solver in it, that another site of the same process uses" in why
     assert run.last is not None
     assert len(run.last.ids) == 2  # those of one site
 
@@ -155,9 +155,9 @@ def test_a_site_that_has_begun_another_run_has_given_back_what_it_computed_with_
 
         run("a", "one")
         for offered in ("not", "unknown"):
-            with pytest.raises(RuntimeError, match="nothing of the round was kept"):
+            with pytest.raises(RuntimeError, match="the round was discarded"):
                 run("a", offered)
-        with pytest.raises(RuntimeError, match="with which another site of the same process computes"):
+        with pytest.raises(RuntimeError, match="that another site of the same process uses"):
             run("b", "one")
         run("a", "two")
         there = run("b", "one")

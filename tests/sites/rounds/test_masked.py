@@ -436,7 +436,7 @@ def test_sites_that_mask_take_part_in_nothing_else() -> None:
 def test_what_was_told_under_masks_cannot_be_withdrawn() -> None:
     run = Federation(masked(scaffold), withdrawals=True).run()
     run.step()
-    with pytest.raises(ValueError, match="sums for good that the server can read"):
+    with pytest.raises(ValueError, match="persistent contributions whose sums the server can read"):
         run.population.withdraw(run, "b")
 
 
@@ -448,7 +448,7 @@ def test_under_masks_nothing_is_told_of_a_fit() -> None:
     run = federation.run()
     run.step()
     federation.frames.clear()
-    with pytest.raises(RuntimeError, match="lets the server read nothing"):
+    with pytest.raises(RuntimeError, match="hides all messages from the server"):
         ft.inference.ranef(run, tolerance=torch.inf)
     assert [frames.read(reply, name).kind for name, reply in federation.frames] == ["refusal"] * 3
     assert len(run.summary(tolerance=torch.inf)) == 6, "what all share is the server's"

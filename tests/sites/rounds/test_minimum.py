@@ -37,7 +37,7 @@ from fedtorch.trust import robust, secure
 
 TEN = Policy()
 DATA = linear_clients([3, 3, 3, 3, 40, 50])  # at two sites: three patients and one of them, and large wards
-SUM_OF_FEW = "sums of at least 10 rows, and those of the 1 of its clients"
+SUM_OF_FEW = "sums of at least 10 rows, and the 1 of its clients"
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_separate_training_tells_losses_only_and_those_of_few_rows_never_alone()
     here = ft.run(make(), ft.InProcess(DATA), rounds=1, seed=3).last.info["loss"]
     assert distance(on_sites(make).step().info["loss"], here.mean().expand(6)) < ROUNDING
     for cohort in ([0], [0, 1, 2, 3, 4], [4, 5]):
-        with pytest.raises(RuntimeError, match="send nothing but losses, and one of them has few rows"):
+        with pytest.raises(RuntimeError, match="send only losses, and one of them has few rows"):
             on_sites(make, cohort=cohort).step()
     large = linear_clients([40, 50])
     there = ft.run(make(), ft.InProcess(large), rounds=1, seed=3).last.info["loss"]
@@ -378,7 +378,7 @@ def test_whose_message_is_not_finite_is_not_told_where_clients_have_few_rows(cap
         reason = last_said(TEN).about["reason"]
     assert "not every message is finite" in reason
     assert not any(character.isdigit() for character in reason)
-    assert "no sum: clients ['0'] fail, or their messages are not finite: " in caplog.text
+    assert "no sum: clients ['0'] failed, or sent messages that are not finite: " in caplog.text
 
 
 # -- sums over one start -----------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> No
     assert distance({name: one[name] - other[name] for name in one}, alone) < 1e-12
     run = on_sites()
     sum_of(run, [0, 1, 2, 4])
-    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+    with pytest.raises(RuntimeError, match="difference would come from fewer than 10 rows"):
         sum_of(run, [1, 2, 4])
     sum_of(run, [0, 1, 2, 4])  # the same may be asked again
     sum_of(run, [5])  # and others
@@ -484,10 +484,8 @@ def test_who_tells_for_the_first_time_does_so_with_enough_others(caplog: Any) ->
     for cohort in ([0, 6], [0, 1, 6], [1, 2, 3, 6], [1, 2, 3, 4, 6], [5, 6], range(7)):
         run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
         answered.append(run.step().ids.tolist())
-    waits = (
-        "left out until others tell for good for the first time with them: clients ['client 1'] have fewer than 10 rows"
-    )
-    assert waits in caplog.text
+    waits = "left out until others contribute for the first time together with them"
+    assert f"{waits}: clients ['client 1'] have fewer than 10 rows" in caplog.text
     assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
     run._draw = lambda key, number: torch.tensor([5])
     with pytest.raises(RuntimeError, match=SUM_OF_FEW):
@@ -520,7 +518,7 @@ def test_who_leaves_does_so_with_enough_others(tmp_path: Path) -> None:
         run.step()
 
     twice(fedavg)
-    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+    with pytest.raises(RuntimeError, match="difference would come from fewer than 10 rows"):
         twice(lambda: ft.scaffold(sgd(0.05)))
 
 
@@ -658,11 +656,11 @@ def test_what_a_name_was_told_as_it_is_told_as_for_good(tmp_path: Path) -> None:
 def test_two_processes_of_a_site_tell_a_name_as_the_same(tmp_path: Path) -> None:
     """Both begin before either has told anything, and neither forgets what the other has told."""
     one, two = Pseudonyms(tmp_path), Pseudonyms(tmp_path)
-    both = one.told(("B-1", "B-2"), hidden=True)
-    assert two.told(("B-2", "B-3"), hidden=True)[0] == both[1]
-    assert one.told(("B-1", "B-2", "B-3", "ward"), hidden=False)[:2] == both
-    again = Pseudonyms(tmp_path).told(("B-1", "B-2", "B-3", "ward"), hidden=True)
-    assert again == (*both, two.told(("B-3",), hidden=True)[0], "ward")
+    both = one.aliases(("B-1", "B-2"), hidden=True)
+    assert two.aliases(("B-2", "B-3"), hidden=True)[0] == both[1]
+    assert one.aliases(("B-1", "B-2", "B-3", "ward"), hidden=False)[:2] == both
+    again = Pseudonyms(tmp_path).aliases(("B-1", "B-2", "B-3", "ward"), hidden=True)
+    assert again == (*both, two.aliases(("B-3",), hidden=True)[0], "ward")
 
 
 def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
@@ -672,16 +670,16 @@ def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
     def told(number: int) -> tuple[str, ...]:
         names = Pseudonyms(tmp_path)
         ready.wait()
-        return names.told((f"B-{number}", "B-9"), hidden=True)
+        return names.aliases((f"B-{number}", "B-9"), hidden=True)
 
     with ThreadPoolExecutor(8) as pool:
         every = list(pool.map(told, range(8)))
     assert len({last for _, last in every}) == 1
-    assert Pseudonyms(tmp_path).told([f"B-{k}" for k in range(8)], hidden=True) == tuple(first for first, _ in every)
+    assert Pseudonyms(tmp_path).aliases([f"B-{k}" for k in range(8)], hidden=True) == tuple(first for first, _ in every)
 
 
 def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
-    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).counts_told()
+    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).reported_counts()
     assert count(3, 40, 1, 9, 50) == [5, 40, 4, 4, 50]
     assert count(1, 40, 20, 0) == [11, 40, 10, 0]  # with the next fewest, for of one row no sum is told
     assert count(30, 40) == [30, 40]
@@ -701,8 +699,8 @@ def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
         return caplog.text
 
     alone = said([1], Policy(minimum=1))
-    assert alone.count("Policy(minimum=1) lets messages leave that are of 1 rows alone") == 1
-    assert "lets messages leave that are of 5 rows alone" in said([2, 5, 40], Policy(minimum=3))
+    assert alone.count("Policy(minimum=1) allows messages from only 1 rows") == 1
+    assert "allows messages from only 5 rows" in said([2, 5, 40], Policy(minimum=3))
     assert "fewer than the 10 rows" in said([1], TEN)
     assert "minimum" not in said([30], TEN)
     assert "minimum" not in said([3, 40], TEN)

@@ -138,7 +138,7 @@ def test_what_a_site_counts_as_noise(make: Any, policy: Policy, counts: bool, tm
     if counts:
         assert run.step().ids.tolist() == list(range(6))
     else:
-        with pytest.raises(RuntimeError, match="what a server adds does not count, nor what more than"):
+        with pytest.raises(RuntimeError, match="noise of a server does not count, nor noise that more than"):
             run.step()
 
 

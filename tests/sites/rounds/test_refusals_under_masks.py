@@ -164,7 +164,7 @@ def test_a_site_stops_when_so_many_rounds_have_failed_by_its_rows(tmp_path: Path
             assert "answers nothing more" not in attack.said[-1][1].about.get("reason", "")
         attack.ask(0.1)
         said = [frame.about.get("reason", "") for name, frame in attack.said if name == "a"]
-        assert "2 rounds or questions have failed at the site by what its rows are" in said[-1]
+        assert "2 rounds or questions have failed at the site because of its rows" in said[-1]
         for name in "abc":
             (tmp_path / name / "sums.jsonl").unlink(missing_ok=True)
 

@@ -149,7 +149,7 @@ def test_scores_on_the_rows_that_sites_keep() -> None:
         assert distance(found.clients, wanted.clients) < ROUNDING
         with pytest.raises(RuntimeError, match=r"the site has validation rows for \['mae', 'mse'\], not for \['r2'\]"):
             there.evaluate(sites.validation, {"r2": squared_error})
-        with pytest.raises(ValueError, match="the clients' rows are at the sites"):
+        with pytest.raises(ValueError, match="rows are at the sites"):
             there.evaluate(validation, metrics)
         unseen = there.evaluate(validation, metrics, unseen=True)["mse"]
         assert unseen.overall == pytest.approx(wanted.overall, rel=ROUNDING)
@@ -192,7 +192,7 @@ def test_a_trainer_s_checkpoint_goes_on_at_the_sites(tmp_path: Path) -> None:
 def test_models_are_where_they_can_be_known() -> None:
     with federation("ditto") as (algorithm, sites, threads, here):
         run, wanted = (ft.run(algorithm, clients, rounds=2) for clients in (sites, here))
-        with pytest.raises(ValueError, match=r"at their sites; population\.finish\(run\) tells the sites"):
+        with pytest.raises(ValueError, match=r"at their sites; after population\.finish\(run\)"):
             run.client_module(0)
         with pytest.raises(ValueError, match="rows in this process, but they are at the sites"):
             sites.data  # noqa: B018
@@ -247,7 +247,7 @@ def test_it_says_what_it_is() -> None:
 
 def test_what_a_trainer_asks_of_local_training_does_not_reach_sites() -> None:
     with federation("fedavg") as (algorithm, sites, _, _):
-        with pytest.raises(ValueError, match=r"train as their configuration says.*say them to the local solver"):
+        with pytest.raises(ValueError, match=r"train as their configuration says.*set them in the local solver"):
             ft.Run(algorithm, sites).step(limit=1)
         model = ft.Federation(algorithm, sites)
         with pytest.raises(ValueError, match="without limit_train_batches=1, which would do nothing"):

@@ -237,13 +237,13 @@ def test_envelopes_for_keys_that_are_gone() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: ft.fedavg(sgd(0.1)), "needs everybody's sum"),
+        (lambda: ft.fedavg(sgd(0.1)), "needs other messages"),
         (
             lambda: ft.without_server(ft.gibbs(sparse.regression(), sparse.hierarchy()), NETWORK),
-            "needs everybody's sum",
+            "needs other messages",
         ),
-        (lambda: ft.gtv(sgd(0.1), NETWORK, 0.5) | ft.unreliable_edges(NETWORK, loss=0.1), "needs everybody's sum"),
-        (lambda: ALGORITHMS["matrix_normal"](), "needs everybody's sum"),
+        (lambda: ft.gtv(sgd(0.1), NETWORK, 0.5) | ft.unreliable_edges(NETWORK, loss=0.1), "needs other messages"),
+        (lambda: ALGORITHMS["matrix_normal"](), "needs other messages"),
     ],
     ids=["star", "without_server", "unreliable_edges", "private_rows"],
 )
@@ -267,7 +267,7 @@ def test_sites_that_seal_take_part_in_nothing_else() -> None:
     ).text("reason")
     assert "to their neighbours only" in reason("total")
     assert "no sum under masks" in reason("phase")
-    with pytest.raises(ValueError, match="sums for good that the server can read"):
+    with pytest.raises(ValueError, match="persistent contributions whose sums the server can read"):
         run.population.withdraw(run, "b")
 
 

@@ -38,7 +38,7 @@ def test_a_site_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeypatch:
     site.join(WAIT)
     begun, number = "connected, with 6 clients and 33 rows; waiting for a run", run.clients.run[:8]
     said = [record.getMessage() for record in caplog.records if record.name.endswith("_site_log")]
-    assert said.pop(0).startswith("Policy(minimum=1) lets messages leave that are of 3 rows alone")
+    assert said.pop(0).startswith("Policy(minimum=1) allows messages from only 3 rows")
     assert said[:2] == [begun, f"run {number} has begun: it(mu=0.5) with clients 0 to 5 of 6"]
     assert said[2].startswith(f"round 1 of run {number}: answered within 0.00 s, 1 answers so far")
     assert said[3:] == [f"run {number} is over, after 5 answers"]  # one line about answers in ten seconds
@@ -103,7 +103,7 @@ def test_a_site_that_the_run_does_not_list_is_told_so_and_takes_part_in_the_next
     sites = Remote(host, ["a", "b"], "it", **WAITS)
     run = ft.Run(averaging(), sites)
     run.step()
-    while "the server's run is of other sites than 'c'" not in caplog.text:
+    while "the server's run does not include 'c'" not in caplog.text:
         run.step()  # a server takes in who comes as it waits for others
     assert threads["c"].is_alive()
     assert threads["c"].error is None

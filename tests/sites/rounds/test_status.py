@@ -43,7 +43,7 @@ class Server:
         return Remote(self.host, NAMES, "it", quorum=0.5, seconds=5.0, checkpoint=self.file)
 
     def said(self) -> dict[str, Any]:
-        return files.read_json(status.found(self.file)[0])
+        return files.read_json(status.status_files(self.file)[0])
 
 
 def test_sites_rounds_time_left_and_privacy_are_said_while_a_run_goes_on(
@@ -120,11 +120,11 @@ def test_who_has_not_come_is_said_before_a_run(tmp_path: Path, capsys: pytest.Ca
 def test_a_server_that_says_nothing_any_more_may_have_ended(tmp_path: Path) -> None:
     made = Server(tmp_path)
     next(ft.Run(private(), made.remote()).rounds(4))
-    path, old = status.found(tmp_path)[0], datetime.now(UTC) - timedelta(minutes=10)
+    path, old = status.status_files(tmp_path)[0], datetime.now(UTC) - timedelta(minutes=10)
     content = files.read_json(path)
     assert "no word" not in status.in_words(path)
     files.write_json(path, {**content, "written": f"{old:%Y-%m-%dT%H:%M:%SZ}"})
-    assert "no word for 10 min: look whether the server still runs" in status.in_words(path)
+    assert "no update for 10 min: check whether the server still runs" in status.in_words(path)
     files.write_json(path, {**content, "format": 0})
     with pytest.raises(ValueError, match=r"format 1 in .*, but got 0"):
         status.in_words(path)
@@ -159,7 +159,7 @@ def test_without_a_file_it_is_said_who_writes_one(
     assert "no status of this run" not in caplog.text
     Remote(Loopback(offers(DATA, private), None), NAMES, "it")
     assert "no status of this run is written, for `fedtorch status`; name its file" in caplog.text
-    status.found(made.file)[0].unlink()
+    status.status_files(made.file)[0].unlink()
     (tmp_path / "run.safetensors.json").write_text(json.dumps({}))
     assert cli.main(["status", str(tmp_path)]) == 1
     assert "checkpoint=FILE), and without one it writes none" in capsys.readouterr().err

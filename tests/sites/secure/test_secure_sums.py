@@ -112,7 +112,7 @@ def test_a_client_that_lies_in_what_it_signs_is_found_out() -> None:
     """Its shares belong to other secrets than it has advertised: where they are needed, there is no sum, but a name."""
 
     def lie(self, *arguments):
-        self._own = bytes(32) if self.number == 3 else self._own
+        self._own_mask = bytes(32) if self.number == 3 else self._own_mask
         return honest(self, *arguments)
 
     honest = Client.share

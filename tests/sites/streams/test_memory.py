@@ -82,7 +82,7 @@ def test_long_frames_that_nobody_asked_for_are_refused_before_they_are_held(plac
     while thread.is_alive():
         most = max(most, *place.host.held.values(), 0, rss() - before)
         time.sleep(0.001)
-    assert "bytes unless they were asked for, but got one of 16777216" in str(heard[0])
+    assert "bytes unless they were requested, but got one of 16777216" in str(heard[0])
     assert isinstance(heard[0], PermissionError)
     assert most < 12 * MIB
     assert place.host.connected == frozenset()
@@ -181,7 +181,7 @@ def test_who_holds_room_for_a_frame_and_sends_no_more_of_it_is_disconnected() ->
     host.end_stalled()
     assert host.connected == frozenset()
     assert host._room.used == 0
-    with pytest.raises(ConnectionError, match=r"nothing more of it came for 0\.02 s"):
+    with pytest.raises(ConnectionError, match=r"no part of it came for 0\.02 s"):
         line.outward.get(1.0)
 
 

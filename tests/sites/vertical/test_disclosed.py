@@ -29,7 +29,7 @@ from fedtorch.protocol.overheard import overheard
 from fedtorch.sites import Hub, secure
 from fedtorch.sites.streams import memory
 from fedtorch.sites.streams.hub import Link
-from fedtorch.sites.vertical.federated_party import _Told
+from fedtorch.sites.vertical.federated_party import _Message
 from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.trust import privacy
 from fedtorch.vfl.model import likelihoods
@@ -252,7 +252,7 @@ def test_of_whom_and_how_exact() -> None:
 
 def test_attacks_that_are_named_are_there() -> None:
     every = {field.learns.attack for name in CONVERSATIONS for field in disclosed(name)} | {
-        declared(_Told, UNDECLARED).attack
+        declared(_Message, UNDECLARED).attack
     }
     assert {"attacks.guessed_labels", "attacks.split.split_inversion"} <= every
     for attack in every - {""}:
@@ -260,4 +260,4 @@ def test_attacks_that_are_named_are_there() -> None:
 
 
 def test_sites_of_a_party_say_what_they_tell_it() -> None:
-    assert declared(_Told, UNDECLARED) != UNDECLARED
+    assert declared(_Message, UNDECLARED) != UNDECLARED

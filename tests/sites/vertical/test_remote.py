@@ -234,15 +234,15 @@ def test_a_party_that_is_revoked_meanwhile_is_lost() -> None:
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="parties of different names"):
+    with pytest.raises(ValueError, match="parties with different names"):
         over_hub(says(), Hub(), ["a", "a"])
     with pytest.raises(ValueError, match="positive seconds"):
         over_hub(says(), Hub(), ["a"], seconds=0)
-    with pytest.raises(TypeError, match="a function of a Journal where a run goes on from a folder, but got a half"):
+    with pytest.raises(TypeError, match="a function of a Journal, so that a run resumes from its folder"):
         over_hub(says(), Hub(), ["a"], tmp_path)
     link = memory.link(Hub(), "a")
     for half, to, folder in ((says(), link, tmp_path), (says(), lambda: link, None), (lambda _: says(), link, None)):
-        with pytest.raises(TypeError, match="Expected a half and a link, or functions that make them"):
+        with pytest.raises(TypeError, match="Expected either a half and a link, or a function of a Journal"):
             over_link(half, to, folder)
     with pytest.raises(FileNotFoundError, match="party's half"):
         read_half(tmp_path / "nothing.py")
