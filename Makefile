@@ -11,8 +11,8 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 PAGE ?= docs/start.md
 # Half of the suite by what it takes, with the tests that fork from one process.
-HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
-	tests/test_layers.py
+HALF := tests/federation tests/trust tests/experiments tests/cli tests/kernels tests/plots tests/sites/rounds/test_processes.py \
+	tests/test_conformance.py tests/test_layers.py
 
 .PHONY: demo demo-statistics demo-gp demo-sites demo-vertical test suite test-slow test-browser test-zoo test-install test-matrix lint format docs page wheel bench bench-peers clean
 

@@ -36,6 +36,7 @@ def solver(noise: float = NOISE, seed: int = 0, **settings) -> partial:
     )
 
 
+@pytest.mark.slow
 def test_audit_of_a_correct_mechanism() -> None:
     found = privacy.audit(solver(seed=2))
     assert found.runs == 100_000
