@@ -187,7 +187,7 @@ def test_rows_of_parties_are_found_whatever_holds_their_tensors() -> None:
     assert {
         "Laws",
         "_Sent",
-        "_Told",
+        "_Message",
         "VerticalTable",
         "Value",
         "Party",

@@ -266,6 +266,7 @@ def _say_yes(shown: str) -> bool:
             return False
         if reply in ("yes", "no"):
             return reply == "yes"
+        print(f"Expected yes or no, but got {reply!r}")
 
 
 def _show_states(options: argparse.Namespace) -> None:

@@ -140,9 +140,9 @@ def encode(step: Send) -> bytes:
 
     >>> encode(Send(0, torch.ones(2), summed=True))
     Traceback (most recent call last):
-    ValueError: Expected a secure sum around a half whose numbers may leave as part of one only, but got none; put
-    fedtorch.sites.secure.masked_party around it and masked_server around the server's, or say
-    accept_disclosure=True where the server may have this party's numbers of every row
+    ValueError: Expected a secure sum around a half whose numbers may leave only as part of one, but got none; wrap it
+    in fedtorch.sites.secure.masked_party and the server's half in masked_server, or pass accept_disclosure=True if the
+    server may have this party's numbers of every row
     """
     if step.summed:
         raise ValueError(

@@ -93,7 +93,7 @@ class Cells:
             has = "several" if name in names else "none"
             raise BadCells(
                 f"Expected one column {name!r}{self.where()}, but got {has}; the frame has {names[:50]}: rename one of "
-                "them, or correct the formula",
+                "them, or correct what reads it, the formula or client=",
                 f"the site has {has} of the column {name!r}; correct the formula, or leave the site out",
             )
         return self.frame[name]

@@ -84,11 +84,17 @@ def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *i
         return call(*inputs)
     swap, depth = Swap(kernel, list(stacked)), len(kernel.batch_shape)
     units = len(next(iter(stacked.values())))
+    has_units = max(x.ndim for x in inputs) > depth + 2
+    if units == 0:  # the shape is that of one unit, such as zeros, since kernels need not take empty tensors
+        one = [x.new_zeros(1, *x.shape[1:]) if x.ndim > depth + 2 else x for x in inputs]
+        with swap([value.sum(0) for value in stacked.values()]):
+            values = call(*one)
+        return (values if has_units else values[None])[:0]
     if units == 1 or all(value.stride(0) == 0 for value in stacked.values()):
         with swap([value[0] for value in stacked.values()]):
             values = call(*inputs)
         # Where inputs have no unit's axis the result has one all the same, as of any stack of one.
-        return values if max(x.ndim for x in inputs) > depth + 2 else values[None]
+        return values if has_units else values[None]
     if all(type(part) in _FOLLOW_BATCH_SHAPE for part in kernel.modules() if isinstance(part, Kernel)):
         with _batch_shapes(kernel, units) as fitted, swap([fitted(*item) for item in stacked.items()]):
             return call(*inputs)

@@ -233,7 +233,8 @@ def compare(path: Path | str, other: Path | str) -> Verdict:
     remarks += [f"{lost[1]} answers of {site.name!r} were late or lost"] if lost[1] else []
     only = [(each.name, len(each.traffic[0].keys() - set(shared))) for each in (server, site)]
     remarks += [f"{count} runs are only in the record of {name!r}" for name, count in only if count]
-    return _verdict(problems, f"{server.name!r} and {site.name!r} agree on {len(shared)} runs", tuple(remarks))
+    both = f"{server.name!r} and {site.name!r}"
+    return _verdict(problems, f"{both} agree on {len(shared)} runs and agreements", tuple(remarks))
 
 
 def is_record(path: Path | str) -> bool:

@@ -75,7 +75,7 @@ class RemoteClients:
                 "Expected a round in which sites train as their configuration says, but got learning rates, a limit of "
                 "minibatches or partial work for them; set them in the local solver, which the sites run too"
             )
-        self.over, began = False, time.monotonic()
+        self.over = False
         self._done, self._goal = turn.round, turn.goal
         try:
             pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
@@ -83,7 +83,7 @@ class RemoteClients:
             self.plan.status.write(at_once=True)
             raise
         self._done += 1
-        self._pace.took(time.monotonic() - began)
+        self._pace.ended(time.monotonic())
         self.plan.status.write(at_once=self._done == self._goal)
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
 

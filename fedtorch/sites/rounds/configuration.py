@@ -121,7 +121,9 @@ class SiteConfiguration:
         scores = ", ".join(self.metrics) if self.validation is not None else ""
         lines += [
             f"Before a run: clients' {'pseudonyms, and their mean row count' if few else 'names and row counts'}",
-            f"In a run: what the algorithm sends, which `run.disclosure()` lists at the server, carried {ways}",
+            *(["    and for a formula, histograms of its columns and names of common levels"] if self.client else []),
+            "In a run: what the algorithm sends, which `run.disclosure()` lists at the server"
+            + (f", carried {ways}" if ways else ", not hidden from the server"),
             f"Scores of the validation rows: {scores or 'none'}",
             *([f"    exactly, by models that the server chooses: {COMPOSED}"] if scores else []),
             f"After a fit: {'; '.join(AFTER_FIT[name] for name in policy.after_fit) or 'nothing'}",
@@ -139,6 +141,8 @@ class SiteConfiguration:
         columns = [name for name in self.frame if name not in hidden]
         read = columns if self.policy.columns is None else [name for name in columns if name in self.policy.columns]
         lines = ["Columns that formulas may read:"]
+        if absent := [name for name in self.policy.columns or () if name not in columns]:
+            lines.append(f"    not in the frame, although the policy names them: {', '.join(absent)}")
         for name in read:
             lacking = int(self.frame[name].isna().sum())
             cells = f"{lacking} of {len(self.frame)} cells missing, {_DONE[self.missing]}" if lacking else "complete"

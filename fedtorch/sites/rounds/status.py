@@ -46,25 +46,25 @@ class Trouble(NamedTuple):
 
 
 class Pace:
-    """The durations of the last rounds.
+    """The times at which the last rounds ended.
 
     >>> pace = Pace()
-    >>> pace.took(2.0), pace.took(4.0), pace.left(done=2, rounds=10)
-    (None, None, 24.0)
+    >>> pace.ended(5.0), pace.ended(7.0), pace.ended(11.0), pace.left(done=3, rounds=10)
+    (None, None, None, 21.0)
     """
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._ends: deque[float] = deque(maxlen=_RECENT)
 
-    def took(self, seconds: float) -> None:
-        """Add the duration of a round."""
-        self._seconds.append(seconds)
+    def ended(self, now: float) -> None:
+        """Add a round that has ended at a time in seconds."""
+        self._ends.append(now)
 
     def left(self, done: int, rounds: int | None) -> float | None:
-        """Return an estimate of the seconds left; None if the number of rounds is not known."""
-        if rounds is None or not self._seconds:
+        """Return an estimate of the seconds left; None before two rounds have ended, or without a number of rounds."""
+        if rounds is None or len(self._ends) < 2:
             return None
-        return max(rounds - done, 0) * sum(self._seconds) / len(self._seconds)
+        return max(rounds - done, 0) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
 
 
 class Status:

@@ -1,8 +1,8 @@
 """Attacks by clients as values: wrong rows join data with `|`, wrong messages join an algorithm.
 
 The others measure how much can be learnt from a federation's messages and models: training rows' membership
-(`membership`), rows (`gradient_inversion`, `model_inversion`, `split_inversion`), labels (`label_scores`) and private
-attributes (`local_problem`, `learnt_attribute`).
+(`membership`), rows (`gradient_inversion`, `model_inversion`, `split.split_inversion`), labels (`label_scores`) and
+private attributes (`local_problem`, `learnt_attribute`).
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import attacks

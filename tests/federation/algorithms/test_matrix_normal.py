@@ -509,7 +509,7 @@ def test_devices_have_the_dense_posterior_given_the_covariance() -> None:
 
 def test_posteriors_that_cannot_be_had() -> None:
     run = ft.Run(matrix_normal(ft.least_squares(head())), ft.InProcess(related(SIZES)), cohort=2)
-    with pytest.raises(RuntimeError, match="heard all 6 devices, but 6 have not answered"):
+    with pytest.raises(RuntimeError, match="answers of all 6 devices, but 6 have not answered"):
         devices(run)
     with pytest.raises(TypeError, match=r"ft.matrix_normal on data at hand or on sites, but got one of separate"):
         devices(ft.run(ft.separate(ft.least_squares(head())), ft.InProcess(related(SIZES)), rounds=1))

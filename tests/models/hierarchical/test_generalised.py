@@ -140,7 +140,7 @@ def test_bad_rows_name_their_client(kind: str, y: float, more: dict[str, float],
 
 def test_names_that_a_model_does_not_know_are_refused() -> None:
     rows = (torch.ones(2, 1), torch.ones(2), {"trials": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"Expected rows .x, y. with offset or weight beside them.*but got 'trials'"):
+    with pytest.raises(ValueError, match=r"Expected rows .x, y., with offset or weight .*but got 'trials'"):
         generalised.poisson(hierarchical.normal(1)).prepare(block(*rows))
     with pytest.raises(ValueError, match="but got 'ofset'; leave it out"):
         generalised.logistic(hierarchical.normal(1)).prepare(block(*rows[:2], {"ofset": torch.ones(2)}))

@@ -102,7 +102,7 @@ def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     host = loopback()
     design = agree(host, ["a", "b"], FORMULA, **ASK)
     rest = r"and the other 2 have complete rows by the design \w{8}; .* its design, sites.agree\(host, \['c'\], design"
-    with pytest.raises(ValueError, match=f"'c' has a frame, of which no rows are made yet, {rest}"):
+    with pytest.raises(ValueError, match=f"'c' has a frame without a design yet, {rest}"):
         Remote(host, NAMES, "it", timeout=1.0)
     assert agree(host, ["c"], design) == design
     assert Remote(host, NAMES, "it").names == tuple(NAMES)
@@ -211,7 +211,7 @@ def test_the_records_of_both_sides_have_the_questions_and_fit_each_other(tmp_pat
     host.sites["a"] = Site(host.brought["a"], None, site, AuditRecord(paths[1], site))
     agree(host, NAMES, FORMULA, record=AuditRecord(paths[0], server), **ASK)
     verdict = audit.compare(*paths)
-    assert verdict.message == "OK: 'server.fedtorch' and 'a' agree on 1 runs", verdict
+    assert verdict.message == "OK: 'server.fedtorch' and 'a' agree on 1 runs and agreements", verdict
     asked = [entry for entry in AuditRecord.entries(paths[1]) if entry["event"] == "request"]
     assert [entry["question"]["step"] for entry in asked] == ["describe", "confirm", "make"]
     assert asked[0]["question"]["formula"] == FORMULA
@@ -222,7 +222,7 @@ def test_a_site_that_brings_rows_says_so() -> None:
     rows = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["b"])
     host.brought["b"] = SiteConfiguration(rows, {"it": regression})
     host.start("b")
-    with pytest.raises(ValueError, match="'b': the site brings rows, and no frame"):
+    with pytest.raises(ValueError, match="'b': the site has rows, but no frame for a formula"):
         agree(host, NAMES, FORMULA, **ASK)
 
 

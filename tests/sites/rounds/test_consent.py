@@ -226,7 +226,9 @@ def test_the_command_waits_for_yes_or_no(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     assert command._say_yes("Run 7f")
     assert not command._say_yes("Run 7f")
-    assert capsys.readouterr().out == "\nRun 7f\n" * 2
+    assert capsys.readouterr().out == "".join(
+        ["\nRun 7f\n", "Expected yes or no, but got 'y'\n", "Expected yes or no, but got ''\n", "\nRun 7f\n"]
+    )
 
     def end(prompt: str) -> str:
         raise EOFError

@@ -221,7 +221,7 @@ def test_a_client_that_trained_alone_is_what_two_means_of_all_losses_differ_by(m
     in_process = ft.Run(make(), ft.InProcess(DATA.select([patient])))
     alone = [float(in_process.step().info["loss"]) for _ in range(2)]
     before = on_sites(make).step().info["loss"]
-    with pytest.raises(RuntimeError, match="the mean of all would tell of these"):
+    with pytest.raises(RuntimeError, match="the mean of all would disclose these"):
         asked_of(on_sites(make), [patient])
     monkeypatch.setattr(SiteSession, "_check_rows", lambda session, ids: None)
     run = on_sites(make)

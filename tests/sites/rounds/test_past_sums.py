@@ -192,7 +192,7 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     hears_again(host, "d")
     assert moved.step().ids.tolist() == [0, 1, 2]
     assert moved.history["lost_before"].tolist() == [1]
-    assert run.population.troubles["d"].endswith("in one of which it sent nothing")
+    assert run.population.troubles["d"].endswith("because in one it sent nothing")
     assert run.step().ids.tolist() == [0, 1, 2, 3]
     assert run.step().ids.tolist() == [0, 1, 2, 3]
 

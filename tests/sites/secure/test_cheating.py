@@ -174,7 +174,7 @@ def test_whom_a_client_has_not_seen_is_in_no_sum_of_its() -> None:
         (CONFIRM, bundle([b"".join(map(NUMBER.pack, (1, 2)))]), "smaller than the minimum 3"),
         (MASKED, b"".join(map(NUMBER.pack, (2, 3, 4))), "3 neighbours that have not left .* too few"),
         (MASKED, b"".join(map(NUMBER.pack, (2, 2, 2, 3, 4))), "3 neighbours that have not left .* too few"),
-        (MASKED, b"".join(map(NUMBER.pack, (2, 3, 4, 99))), r"lacks of \[99\]"),
+        (MASKED, b"".join(map(NUMBER.pack, (2, 3, 4, 99))), r"lacks those of \[99\]"),
         (REVEAL, b"", "Too few neighbours of client 1 have confirmed"),
     ]:
         made = done(until=phase - 1)

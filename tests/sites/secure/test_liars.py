@@ -203,7 +203,7 @@ def test_who_commits_to_shares_of_no_polynomial_is_named(monkeypatch: Any) -> No
         return dict(zip(shares, [*list(shares.values())[1:], next(iter(shares.values()))]))
 
     monkeypatch.setattr(Client, "_split", mixed)
-    with pytest.raises(Aborted, match="client 2 has sent shares that give no secret") as error:
+    with pytest.raises(Aborted, match="client 2 has sent shares that do not give its committed secret") as error:
         summed(Cheated(session(7)))
     assert error.value.members == (2,)
     with pytest.raises(Aborted, match="client 2 has sent shares") as error:

@@ -118,7 +118,7 @@ def test_a_client_that_lies_in_what_it_signs_is_found_out() -> None:
     honest = Client.share
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Client, "share", lie)
-        with pytest.raises(Aborted, match="client 3 has sent shares that give no secret") as error:
+        with pytest.raises(Aborted, match="client 3 has sent shares that do not give its committed secret") as error:
             sums(graph=FEW)
     assert error.value.members == (3,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,6 +221,20 @@ def test_training_and_evaluation(name: str) -> None:
     )
     with pytest.raises(ValueError, match=r"or run\.client_module"):
         run.global_module()
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"random features, later"}))  # another object draws others
+def test_a_saved_run_is_loaded_and_lists_what_leaves(name: str, tmp_path: Path) -> None:
+    """Both compute with the states of no clients, and so with no unit's hyperparameters."""
+    data, x, _ = signals(name)
+    begin = lambda: ft.Run(ft.fedmgp(model(name), accept_disclosure=True, steps=1), ft.InProcess(data))
+    run = begin()
+    run.step()
+    run.save(tmp_path / "run.safetensors")
+    again = begin().load(tmp_path / "run.safetensors")
+    one, other = (each.client_module(1).marginals(x[1])[0] for each in (run, again))
+    assert torch.equal(one, other)
+    assert {"told.value.precision", "told.value.shift"} <= set(run.disclosure()["field"])
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ REFUSED = {
     "statistics": (instance, r"InstanceNorm1d .*\(layer '1'\); set track_running_stats=False"),
     "spectral norm": (lambda: spectral(nn.utils.parametrizations.spectral_norm), "spectral norm.*weight_norm"),
     "old spectral norm": (lambda: spectral(OLD_SPECTRAL), "spectral norm.*weight_norm"),
-    "a buffer": (Counting, "training changes calls of Counting"),
+    "a buffer": (Counting, "but it changes calls of Counting"),
 }
 
 
