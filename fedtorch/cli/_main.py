@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except argparse.ArgumentError as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 1

@@ -134,7 +134,8 @@ def join(
         the mixture of models of the new units, with posteriors given their rows too.
 
     Raises:
-        ValueError: rows that do not fit the model, or `known` rows that are not in q.
+        ValueError: rows that do not fit the model, or `known` rows that say more than q does. Rows of
+            another unit may pass.
         TypeError: a likelihood that is not Gaussian.
 
     >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]

@@ -209,6 +209,12 @@ class Hub:
         """Register an action for the hub's `close`."""
         self._closing.append(action)
 
+    def __enter__(self) -> Hub:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End all streams."""
         with self._changed:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -271,3 +273,26 @@ def test_a_channel_that_was_closed_before_it_was_seen_to_be_ready_connects_again
     assert (channel.asked, channel.callbacks) == (2, [])
     never = _ClosedBeforeItWasSeen()
     assert not grpc_settings.is_ready(never, 0.05)
+
+
+FAILS = """
+import sys
+from fedtorch.sites import Roster, connect, serve
+from fedtorch.sites.identity import identity
+
+server, site = identity.make_server(sys.argv[1]), identity.make_site(sys.argv[1], "a")
+roster = Roster(sys.argv[1] + "/roster.json")
+roster.add("a", identity.fingerprint(site.certificate))
+with serve("127.0.0.1:0", server, roster) as host:
+    link = connect(f"127.0.0.1:{host.port}", site)
+    link.send(b"hello")
+    host.receive(30.0)
+    raise RuntimeError("a mistake of the program")
+"""
+
+
+def test_a_program_ends_with_the_error_in_the_block_of_its_server(tmp_path: Path) -> None:
+    """A supervisor starts it again only then; workers of open streams would keep its process."""
+    ended = subprocess.run([sys.executable, "-c", FAILS, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("RuntimeError: a mistake of the program")
