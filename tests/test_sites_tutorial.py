@@ -78,7 +78,7 @@ def test_the_pages_lines_run_as_printed(
     assert not (tmp_path / "server" / "authority.key.pem").exists()
     for thread in threads:
         thread.start()
-    server = block(page, "host = serve(").replace("0.0.0.0:9443", f"127.0.0.1:{port}")
+    server = block(page, "with serve(").replace("0.0.0.0:9443", f"127.0.0.1:{port}")
     names: dict[str, object] = {}
     exec(compile(server, "server.py", "exec"), names)
     for thread in threads:
