@@ -47,8 +47,8 @@ READING = result_pages.Reading(
         ),
         result_pages.Reason(
             "^augmented.*NUTS: .*μ's posterior",
-            "holds for all seeds but the third, whose levels hardly differ: the true model then has an sd of μ of 0.016, "
-            "and the noise ρ adds twice and four times as much",
+            "holds for all seeds but the third, whose levels hardly differ: the true model's sd of μ is 0.016 there, "
+            "and the augmented model's two and four times that",
         ),
     ),
 )
